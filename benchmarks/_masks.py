@@ -83,21 +83,7 @@ def _learned(folder, num_heads):
 
 
 def build_mask(name, length, num_heads, seed=0):
-    """
-    A mask of one layer.
-
-    Args:
-        name (`str`): Name of the mask, see `HELP`. A learned mask gives one layer, by default its first, with
-            its heads repeated to `num_heads`.
-        length (`int`): n.
-        num_heads (`int`): H.
-        seed (`int`, *optional*, defaults to 0): Seed of random masks.
-
-    Returns:
-        [`SparseMask`]
-    Raises:
-        ValueError: If the name is unknown, or a learned mask does not fit.
-    """
+    """A mask of one layer."""
     kind, _, value = name.partition(":")
     if kind == "learned":
         return _learned(value, num_heads)
@@ -108,17 +94,7 @@ def build_mask(name, length, num_heads, seed=0):
 
 
 def kept(mask, length, padding=None):
-    """
-    What a mask keeps, from its definition alone.
-
-    Args:
-        mask ([`SparseMask`]): The mask of one layer.
-        length (`int`): Number of tokens, n.
-        padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
-
-    Returns:
-        `torch.Tensor` of shape `(B or 1, H, n, n)`, bool, on the CPU.
-    """
+    """What a mask keeps, from its definition alone."""
     if padding is None:
         return mask.to_table(length)
     padding = padding.cpu()

@@ -24,17 +24,6 @@ class WrongResult(RuntimeError):
 def check_close(name, results, truth, plain):
     """
     The gate: errors of at most twice those of plain PyTorch in the same dtype, plus a few units in the last place.
-
-    Args:
-        name (`str`): Name of the system.
-        results (`dict[str, torch.Tensor]`): Its results, such as `"output"`.
-        truth (`dict[str, torch.Tensor]`): The same results in float64.
-        plain (`dict[str, torch.Tensor]`): The same results of plain PyTorch in the dtype of `results`.
-
-    Returns:
-        `float`: The greatest error, relative to the greatest value.
-    Raises:
-        WrongResult: If an error is greater.
     """
     worst = 0.0
     for what, result in results.items():
@@ -51,15 +40,6 @@ def check_dropout(name, function, query, key, value, live):
     """
     Check what holds for any dropout mask that is the same in forward and backward: `<out, dout> = <v, dv>` (the output
     is linear in the values) and `<q, dq> = <k, dk>`; over many rows the kept probabilities sum to 1 on average.
-
-    Args:
-        name (`str`): Name of the system.
-        function (`Callable`): `(query, key, value) -> output`, with dropout.
-        query, key, value (`torch.Tensor` of shape `(B, H, n, d)`): With gradients.
-        live (`torch.Tensor` of shape `(B, n, H)`): Bool, True where a query has a key.
-
-    Raises:
-        WrongResult: If one of these does not hold.
     """
     output = function(query, key, value)
     grad = torch.randn_like(output)
@@ -120,18 +100,7 @@ def cuda_wall_seconds(function):
 
 
 def interleaved(functions, timer, seconds, min_rounds, max_rounds=60):
-    """
-    Time functions in turns, each round in another order, so that drifts of the machine meet all of them.
-
-    Args:
-        functions (`dict`): Name to function without arguments. Each is called before, which does not count.
-        timer (`Callable`): One of this module.
-        seconds (`float`): Time after which no further round begins.
-        min_rounds, max_rounds (`int`): Least and greatest number of rounds, however long they take.
-
-    Returns:
-        `dict`: Name to list of seconds, one per round.
-    """
+    """Time functions in turns, each round in another order, so that drifts of the machine meet all of them."""
     names = list(functions)
     times = {name: [] for name in names}
     for name in names:
@@ -160,13 +129,6 @@ def summary(times):
 def speed_up(baseline, ours, seed=0):
     """
     How much faster ours is: the ratio of medians, and its 95 % interval from resampling the rounds, which are pairs.
-
-    Args:
-        baseline, ours (`list` of `float`): Seconds, one per round.
-        seed (`int`, *optional*, defaults to 0): Seed of the resampling.
-
-    Returns:
-        `dict`: `"ratio"`, `"low"`, `"high"`.
     """
     drawn = np.random.default_rng(seed).integers(len(ours), size=(RESAMPLES, len(ours)))
     medians = [np.median(np.asarray(times)[drawn], axis=1) for times in (baseline, ours)]

@@ -70,12 +70,7 @@ def autocast(options):
 
 
 def make_models(stock_class, sparse_class, mask_name, length, options, **fields):
-    """
-    Models of BERT-base's width with the same random weights.
-
-    Returns:
-        `tuple`: System to model (stock ones share their parameters), and what the mask keeps, bool `(1, H, n, n)`.
-    """
+    """Models of BERT-base's width with the same random weights."""
     fields |= {"attention_probs_dropout_prob": options.dropout, "hidden_dropout_prob": options.dropout}
     fields |= {"max_position_embeddings": length, "num_attention_heads": options.heads}
     fields |= {"hidden_size": 64 * options.heads, "intermediate_size": 256 * options.heads}
@@ -98,14 +93,7 @@ def make_models(stock_class, sparse_class, mask_name, length, options, **fields)
 
 
 def check(subject, label, options):
-    """
-    The gate: outputs and gradients of every system, in evaluation, against the stock model in float64.
-
-    Returns:
-        `dict`: System to its greatest relative error.
-    Raises:
-        WrongResult: If one is wrong.
-    """
+    """The gate: outputs and gradients of every system, in evaluation, against the stock model in float64."""
 
     def results(model, name, keep):
         exact = next(model.parameters()).dtype == torch.float64
@@ -184,16 +172,7 @@ def make_parser(name, description, systems=SYSTEMS):
 
 
 def main(arguments, parser, make_subject, what, tokens=4096):
-    """
-    The whole of a benchmark.
-
-    Args:
-        arguments (`list[str]`, *optional*): Command line; by default that of the process.
-        parser (`argparse.ArgumentParser`): Parser from [`make_parser`].
-        make_subject (`Callable`): Function `(mask_name, length, batch, options)` that makes a [`Subject`].
-        what (`str`): What is timed, for titles.
-        tokens (`int`, *optional*, defaults to 4096): Default of `--tokens` on CPUs.
-    """
+    """The whole of a benchmark."""
     options = prepare(parser, arguments)
     if options.quick:
         options.lengths, options.tokens, options.heads = options.lengths or (64,), options.tokens or 128, 2

@@ -98,12 +98,7 @@ def is_matrix(instruction: str) -> bool:
 
 
 def matrix_loops(ptx: str) -> list[Loop]:
-    """
-    The innermost loops that multiply matrices, in the order of the program.
-
-    Args:
-        ptx (`str`): PTX of one kernel.
-    """
+    """The innermost loops that multiply matrices, in the order of the program."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     spans: list[tuple[int, int]] = []

@@ -29,7 +29,6 @@ from sparsebert.files import replace_files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-REPRODUCED = ROOT / "results"
 # Options that change what is measured, whatever the cell.
 _SETTINGS = (
     *("device", "dtype", "threads", "instructions", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),
@@ -41,14 +40,7 @@ STYLES = list(zip(COLORS, "osD^vPX", strict=True))
 
 
 def argument_parser(name, description, phases=PHASES):
-    """
-    Make a parser with the options that all benchmarks have.
-
-    Args:
-        name (`str`): Name of the module, such as `"benchmarks.layer"`.
-        description (`str`): Description for `--help`.
-        phases (`tuple[str, ...]`, *optional*): Phases that the benchmark knows.
-    """
+    """Make a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPUs, bfloat16 on GPUs")
@@ -93,13 +85,7 @@ def prepare(parser, arguments):
 
 @contextmanager
 def explained(parser, output=None):
-    """
-    Inside the block, what is wrong with the inputs ends the program with one line instead of a traceback.
-
-    Args:
-        parser (`argparse.ArgumentParser`): The parser of the command line.
-        output (`Path`, *optional*): File to write in the end; its folder must exist.
-    """
+    """Inside the block, what is wrong with the inputs ends the program with one line instead of a traceback."""
     if output is not None and not output.parent.is_dir():
         parser.error(f"--output: there is no folder {output.parent}")
     try:
@@ -136,12 +122,7 @@ def _version(package):
 
 @functools.cache
 def hardware():
-    """
-    Describe the machine.
-
-    Returns:
-        `dict`: CPU, cores, threads, vector instructions of PyTorch and of MKL, versions, GPU and driver.
-    """
+    """Describe the machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu_name(),
@@ -205,9 +186,6 @@ def write_json(options, cells, **fields):
     """
     Write `options.output` + `.json`: the results of one run, with all that is needed to repeat it. Cells of earlier
     runs, see [`earlier_cells`], say so themselves.
-
-    Returns:
-        `dict`: Content of the file.
     """
     report = {
         "command": options.command,
@@ -247,17 +225,7 @@ def ratio_text(entry):
 
 
 def plot_ratios(options, report, title, panels, xlabel, ylabel):
-    """
-    Write `options.output` + `.png`: ratios with intervals, log scales, a line at 1 below which we lose.
-
-    Args:
-        options: Options from [`prepare`].
-        report (`dict`): Report from [`write_json`].
-        title (`str`): Title of the figure; the hardware is added.
-        panels (`dict`): By panel title, `{series: [(x, speed_up entry, filled), ...]}`; markers that are not `filled`
-            are drawn hollow.
-        xlabel, ylabel (`str`): Labels of the axes.
-    """
+    """Write `options.output` + `.png`: ratios with intervals, log scales, a line at 1 below which we lose."""
     if not any(panels.values()):
         return  # one system alone
     if find_spec("matplotlib") is None:

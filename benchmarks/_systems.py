@@ -63,15 +63,7 @@ class Case:
 
 
 def make_case(mask_name, length, options, padded=False):
-    """
-    Random inputs under a mask.
-
-    Args:
-        mask_name (`str`): Name of the mask, see [`build_mask`].
-        length (`int`): n.
-        options: Options of the command line: device, dtype, tokens, heads, seed.
-        padded (`bool`): Sequences of n / 2 to n tokens, padded on the right.
-    """
+    """Random inputs under a mask."""
     generator = torch.Generator().manual_seed(options.seed)
     batch = max(1, options.tokens // length)
     mask = build_mask(mask_name, length, options.heads, options.seed)
@@ -255,20 +247,7 @@ class Gate:
         return self._references[masked]
 
     def check(self, name, gradients=True, dropout=0.0):
-        """
-        Compare what a system computes with an exact result.
-
-        Args:
-            name (`str`): Key of `SYSTEMS`.
-            gradients (`bool`): Whether to check them too.
-            dropout (`float`): If not 0, dropout is checked instead; see [`check_dropout`].
-
-        Returns:
-            `float`: The greatest error, relative to the greatest value.
-        Raises:
-            ValueError: If the system cannot do this.
-            WrongResult: If it is wrong.
-        """
+        """Compare what a system computes with an exact result."""
         case = self.case
         label = f"{name} ({case.mask_name}, {case.query.shape[2]} tokens, {case.query.dtype})"
         function, _ = SYSTEMS[name](case, gradients, dropout)

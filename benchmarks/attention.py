@@ -79,12 +79,7 @@ GOALS = {
 
 
 def checked(cases, names, options):
-    """
-    Pass every system through the gate, and whatever `sparse_auto` chooses in one of the phases.
-
-    Returns:
-        `dict`: `(index of the case, system)` to its relative error; systems that cannot run are left out.
-    """
+    """Pass every system through the gate, and whatever `sparse_auto` chooses in one of the phases."""
     errors = {}
     for index, case in enumerate(cases):
         gate = Gate(case)
@@ -111,13 +106,7 @@ def of_phase(phase, options):
 
 
 def runner(case, name, phase, options):
-    """
-    Function without arguments that runs a cell once, and the tensors of the mask's form.
-
-    Raises:
-        ValueError: If the system cannot run here.
-        WrongResult: If it gets dropout wrong.
-    """
+    """Function without arguments that runs a cell once, and the tensors of the mask's form."""
     gradients, dropout = of_phase(phase, options)
     if dropout:
         Gate(case.first_sequence()).check(name, dropout=dropout)
@@ -136,16 +125,6 @@ def measured(cases, phase, names, options, errors):
     """
     Time a phase of cases that differ in their mask alone, in turns. Dense systems, whose time does not depend on what
     the mask keeps, run on the first.
-
-    Args:
-        cases (`list[Case]`): The cases.
-        phase (`str`): Phase, one of `PHASES`.
-        names (`tuple[str, ...]`): Systems to time.
-        options: Options of the command line.
-        errors (`dict`): Relative errors from [`checked`].
-
-    Returns:
-        `list` of `dict`: One per case.
     """
     _, dropout = of_phase(phase, options)
     choices = [choose(case, phase, options) for case in cases]

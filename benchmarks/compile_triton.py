@@ -134,21 +134,7 @@ def signature_of(function, absent, constants, dtype):
 
 
 def build(function, absent, constants, dtype, arch, warps, stages, limit=None):
-    """
-    Compile a kernel.
-
-    Args:
-        function: The kernel.
-        absent (`Collection` of `str`): Arguments that are `None`.
-        constants (`dict`): Values of its compile-time arguments.
-        dtype (`torch.dtype`): Dtype of queries, keys and values.
-        arch (`int`): Compute capability of the GPU times 10.
-        warps, stages (`int`): Its launch configuration.
-        limit (`int`, *optional*): The most registers of a thread.
-
-    Returns:
-        [`Compiled`]
-    """
+    """Compile a kernel."""
     source = ASTSource(function, *signature_of(function, absent, constants, dtype))
     log = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):

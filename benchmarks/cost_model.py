@@ -59,18 +59,7 @@ def num_parameters(config):
 
 
 def forward_flops(config, length, density=1.0, predicted=0.15):
-    """
-    Operations of a forward of `BertForPreTraining` on one sequence: two for a multiplication and its addition.
-
-    Args:
-        config ([`~transformers.BertConfig`]): The sizes.
-        length (`int`): n.
-        density (`float`): Share of the pairs of tokens that attention computes.
-        predicted (`float`): Share of the tokens that the head sees; 1 for stock BERT.
-
-    Returns:
-        `dict`: `"linear"`, `"attention"` and `"head"`.
-    """
+    """Operations of a forward of `BertForPreTraining` on one sequence: two for a multiplication and its addition."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     linear = 2 * layers * length * (4 * hidden**2 + 2 * hidden * config.intermediate_size)
     head = 2 * predicted * length * (hidden**2 + hidden * config.vocab_size) + 2 * (hidden**2 + 2 * hidden)
@@ -139,9 +128,6 @@ def compared():
     The model against the CPU measurements. The times of one layer, at three lengths, dense and sparse, give three
     rates per phase: seconds per token of the linear layers, and per pair of tokens of dense and of sparse attention.
     BERT-base, in another report, is predicted by counting its layers and tokens.
-
-    Returns:
-        `list[dict]`: Report, phase, n, system, seconds measured and predicted.
     """
     rows, systems = [], ("sdpa", "sparse_auto")
     scale = {"layer": 1.0, "model": MODELS["base"].num_hidden_layers / 2}  # half of the tokens

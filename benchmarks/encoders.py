@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
-from studies.shared.base_models import PACKAGE, located
+from studies.shared.base_models import PACKAGE, PRECISIONS, in_precision, located
 
 from ._masks import HELP, build_mask
 from ._measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary
@@ -44,7 +43,6 @@ from ._report import (
 from .padding import MODELS, VOCABULARY
 
 
-PRECISIONS = ("float32", "bfloat16", "int8")
 KINDS = ("dense", "sparse")
 LIMIT = "diagonal"
 # Tokens of a sequence on which the sparse model is checked against float64.
@@ -85,14 +83,6 @@ def make_tokens(name, config, batch, length, options):
     return torch.tensor(ids)
 
 
-def in_precision(model, precision):
-    """A copy of a model in one of `PRECISIONS`."""
-    model = copy.deepcopy(model)
-    if precision == "bfloat16":
-        return model.to(torch.bfloat16)
-    return sparsebert.quantize(model) if precision == "int8" else model
-
-
 def make_models(name, length, options):
     """`"KIND PRECISION"` to model, all with the same weights."""
     stock = make_stock(name, options)
@@ -115,12 +105,7 @@ def hidden_states(model, ids):
 
 
 def check(model, ids):
-    """
-    The sparse model is that of the reference in float64.
-
-    Raises:
-        WrongResult: If it is not.
-    """
+    """The sparse model is that of the reference in float64."""
     ids = ids[:1, :CHECKED]
     exact = copy.deepcopy(model).double()
     exact.set_attn_implementation("sparse_eager")

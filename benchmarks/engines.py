@@ -39,16 +39,7 @@ HEADER = (
 
 
 def train_all(folder, plan):
-    """
-    Run jobs in processes of their own.
-
-    Args:
-        folder (`Path`): Where they write.
-        plan (`dict[str, list]`): Engine to jobs, in this order.
-
-    Returns:
-        `dict[str, list]`: See [`results_of`].
-    """
+    """Run jobs in processes of their own."""
     command = [sys.executable, "-m", "benchmarks._engines", str(folder), json.dumps(plan)]
     subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
     return results_of(folder, plan)

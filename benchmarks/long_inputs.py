@@ -56,14 +56,7 @@ def measured(system, length, threads, seed, sizes):
 
 
 def table(cells, systems=tuple(SYSTEMS), with_memory=True):
-    """
-    Seconds by length, what the masks gain, and memory.
-
-    Args:
-        cells (`list[dict]`): Those of the results.
-        systems (`tuple[str, ...]`): Keys of `SYSTEMS`, `"dense"` first.
-        with_memory (`bool`): Whether the peaks are part of it.
-    """
+    """Seconds by length, what the masks gain, and memory."""
     header = ["n", *(f"{name}, s" for name in systems), *(f"dense / {name}" for name in systems[1:])]
     header += [f"{name}, MiB" for name in systems] if with_memory else []
     rows = []

@@ -14,27 +14,23 @@ import re
 import sys
 
 from sparsebert.analysis.tables import Table
+from studies import claims
+from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
 
 from . import (
     _cpu_tables,
     _gpu_tables,
-    claims,
     cost_model,
-    cramming,
     data_memory,
     encoders,
     engines,
     long_inputs,
-    long_texts,
-    offsets,
     padding,
-    positions,
     pretrain,
-    separators,
 )
-from ._report import PHASES, REPRODUCED, RESULTS, ROOT
+from ._report import PHASES, RESULTS, ROOT
 from .gpu import model as gpu_model
 
 
@@ -56,14 +52,6 @@ def _pretrain(kind):
 def reproduced(name, folder=REPRODUCED, scale="tiny"):
     """
     The tables of an experiment: one laid out like the paper's, or its summary, or means over seeds, or all cells.
-
-    Args:
-        name (`str`): A key of `EXPERIMENTS`.
-        folder (`Path`): Folder of the results.
-        scale (`str`): Scale of the experiment.
-
-    Returns:
-        `list[Table]`: None if it was not run.
     """
     if not (folder / f"{name}_{scale}.json").is_file():
         return []
@@ -96,11 +84,6 @@ TABLES = {
     ],
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
-    "offsets": lambda: [offsets.table(_read("offsets"))],
-    "separators": lambda: [separators.table(_read("separators"))],
-    **{name: lambda name=name: [long_texts.table(_read(name))] for name in ("long_documents", "long_reviews")},
-    "positions": lambda: [positions.table(_read("positions"))],
-    "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],
@@ -135,15 +118,7 @@ def body(table: Table) -> str:
 
 
 def written(text):
-    """
-    A page with its tables made anew.
-
-    Args:
-        text (`str`): The page.
-
-    Raises:
-        ValueError: If it names a table that there is not.
-    """
+    """A page with its tables made anew."""
 
     def made(match):
         if match["name"] not in TABLES:

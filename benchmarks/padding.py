@@ -115,12 +115,7 @@ def make_models(sizes, options):
 
 
 def check(models, batches):
-    """
-    Outputs and gradients without padding are those with it, and a dense mask is no mask.
-
-    Raises:
-        WrongResult: If they are not.
-    """
+    """Outputs and gradients without padding are those with it, and a dense mask is no mask."""
     for names in ((STOCK, "dense, padded", "dense, skipped"), ("mask, padded", "mask, skipped")):
         results = []
         for name in names:

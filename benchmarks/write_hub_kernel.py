@@ -74,16 +74,7 @@ On CPUs it compiles its operator at the first use if it holds none for the machi
 
 
 def write(folder: Path, repository: str) -> Path:
-    """
-    Write the kernel.
-
-    Args:
-        folder (`Path`): The repository; it must not exist yet.
-        repository (`str`): Its name on the Hub, for the card.
-
-    Returns:
-        `Path`: The folder that is loaded, `build/torch-universal` in the repository.
-    """
+    """Write the kernel."""
     sources = sorted({path for part in PARTS for path in PACKAGE.glob(part) if path.suffix in (".py", ".cpp", ".h")})
     contents = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sources}
     contents = {name: text for name, text in contents.items() if name not in LEFT_OUT}

@@ -1,10 +1,20 @@
 """The experiments that `sparsebert reproduce NAME` runs. Each is a row here, and a module of its name."""
 
 from .harness.experiment import Experiment
-from .long_texts import long_review_masks, long_reviews
+from .long_texts import long_embeddings, long_review_masks, long_reviews, positions
 from .other_papers import copying, language_modelling, mixers, translation
+from .pretraining import cramming, search_study, sparsity_weight
 from .sparsebert_paper import sparsebert_figure7, sparsebert_table1, sparsebert_table2, sparsebert_table3
-from .trained_models import minilm, minilm_mixers, minilm_settings, minilm_task_masks, minilm_tasks
+from .trained_models import (
+    minilm,
+    minilm_mixers,
+    minilm_settings,
+    minilm_task_masks,
+    minilm_tasks,
+    offsets,
+    sentences,
+    separators,
+)
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -19,6 +29,15 @@ EXPERIMENTS: dict[str, Experiment] = {
     "minilm_task_masks": minilm_task_masks.EXPERIMENT,
     "long_reviews": long_reviews.EXPERIMENT,
     "long_review_masks": long_review_masks.EXPERIMENT,
+    "document_embeddings": long_embeddings.DOCUMENTS,
+    "review_embeddings": long_embeddings.REVIEWS,
+    "positions": positions.EXPERIMENT,
+    "sentences": sentences.EXPERIMENT,
+    "offsets": offsets.EXPERIMENT,
+    "separators": separators.EXPERIMENT,
+    "cramming": cramming.EXPERIMENT,
+    "search_study": search_study.EXPERIMENT,
+    "sparsity_weight": sparsity_weight.EXPERIMENT,
     "sparsebert_table1": sparsebert_table1.EXPERIMENT,
     "sparsebert_table2": sparsebert_table2.EXPERIMENT,
     "sparsebert_table3": sparsebert_table3.EXPERIMENT,

@@ -55,16 +55,7 @@ class Chain:
 
 
 def is_chain(table: np.ndarray, order: Sequence[int] | np.ndarray) -> bool:
-    """
-    Whether `order` holds every token once, and each token attends to the one before it.
-
-    Args:
-        table (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
-        order (`Sequence[int]`): Positions, counted from 0.
-
-    Returns:
-        `bool`
-    """
+    """Whether `order` holds every token once, and each token attends to the one before it."""
     places = np.asarray(order)
     is_permutation = places.shape == (len(table),) and np.array_equal(np.sort(places), np.arange(len(table)))
     return bool(is_permutation and table[places[1:], places[:-1]].all())
@@ -74,11 +65,6 @@ def find_chain(table: np.ndarray) -> Chain:
     """
     Find a chain, prove that there is none, or do neither.
 
-    Args:
-        table (`np.ndarray` of shape `(n, n)`): Bool table, the union of all patterns of a cycle.
-
-    Returns:
-        [`Chain`]
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Assumption 1.2.
     """
     table = np.array(table, dtype=bool)

@@ -130,20 +130,8 @@ def check_universality(mask: "SparseMask", length: int | None = None, causal: bo
     """
     Check the assumptions of the theorems for a mask.
 
-    Args:
-        mask ([`SparseMask`]): The mask. Its L layers are read as a cycle with the smallest p that fits; a mask shared
-            by all layers has p = 1.
-        length (`int`, *optional*): Number of tokens, n, at least 2. Defaults to the mask's own length. Inputs are
-            assumed to be unpadded.
-        causal (`bool`, *optional*, defaults to `False`): Whether to remove the keys after the query, as a decoder
-            does.
-
-    Returns:
-        [`Universality`]
-    Raises:
-        ValueError: If the length is below 2 or the mask is undefined at it.
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Assumption 1 and Theorem 1; SparseBERT (arXiv
-        2102.12871), Theorem 1.
+    2102.12871), Theorem 1.
     """
     length = mask.length if length is None else length
     if length < 2:
@@ -198,15 +186,7 @@ def _verdict(facts, length, num_heads):
 
 
 def check_patterns(tables: np.ndarray) -> Facts:
-    """
-    Find the facts of a cycle of patterns.
-
-    Args:
-        tables (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
-
-    Returns:
-        [`Facts`]
-    """
+    """Find the facts of a cycle of patterns."""
     length = tables.shape[-1]
     without_self = int((~tables.diagonal(axis1=1, axis2=2)).sum())
     return Facts(
@@ -223,11 +203,6 @@ def find_reach(tables: np.ndarray) -> Reach:
     Count the layers until every token has reached all tokens: S_k^1 = A_k^1, and S_k^t is the union of S_j^(t-1) over
     the keys j of k in pattern `(t - 1) mod p`.
 
-    Args:
-        tables (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
-
-    Returns:
-        [`Reach`]
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Assumption 1.3.
     """
     period, length = tables.shape[:2]
@@ -339,15 +314,6 @@ def fit_growth(lengths: Sequence[int], connections: Sequence[float]) -> Growth:
     """
     Find the slowest growth g for which connections = n (a g(n) + b + c / n) with a > 0 explains the numbers to 2 %,
     and about as well as the faster ones do.
-
-    Args:
-        lengths (`Sequence[int]`): Four or more different lengths n.
-        connections (`Sequence[float]`): Connections per layer at each length.
-
-    Returns:
-        [`Growth`]
-    Raises:
-        ValueError: If there are fewer than four lengths.
     """
     if len(set(lengths)) < 4:
         raise ValueError(f"a growth needs four different lengths, got {len(set(lengths))}")

@@ -76,22 +76,7 @@ def pattern_case(
     parameters: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Case:
-    """
-    Make the [`Case`] of a pattern.
-
-    Args:
-        name (`str`): Name of the pattern, a key of `PATTERNS`.
-        length (`int`): Number of tokens, n.
-        num_heads (`int`, *optional*, defaults to 12): Number of heads, H.
-        parameters (`dict`, *optional*): Parameters of the pattern. The value `"sqrt"` stands for the rounded square
-            root of the length.
-        arguments: `diagonal`, `seed` and `head_configuration` of [`build_pattern`].
-
-    Returns:
-        [`Case`]
-    Raises:
-        ValueError: If [`build_pattern`] refuses an argument.
-    """
+    """Make the [`Case`] of a pattern."""
 
     def build(length: int, num_heads: int) -> SparseMask:
         known = {key: _by_length(value, length) for key, value in (parameters or {}).items()}
@@ -122,19 +107,7 @@ def _by_length(value, length):
 
 
 def pattern_cases(length: int, num_heads: int = DEFAULT_HEADS, **arguments: Any) -> list[Case]:
-    """
-    Make the cases of every pattern with default parameters, cycles in every head configuration that differs.
-
-    Args:
-        length (`int`): Number of tokens, n.
-        num_heads (`int`, *optional*, defaults to 12): Number of heads, H.
-        arguments: `diagonal` and `seed` of [`build_pattern`].
-
-    Returns:
-        `list[Case]`
-    Raises:
-        ValueError: If [`build_pattern`] refuses an argument.
-    """
+    """Make the cases of every pattern with default parameters, cycles in every head configuration that differs."""
     named = [(name, layout) for name in PATTERNS for layout in _head_configurations(name)]
     bar = tqdm(named, desc="patterns", disable=None)
     return [pattern_case(name, length, num_heads, head_configuration=layout, **arguments) for name, layout in bar]
@@ -151,21 +124,7 @@ def _head_configurations(name):
 def saved_case(
     source: str, mask: SparseMask, length: int | None = None, causal: bool = False, mixers: Sequence[str] = ()
 ) -> Case:
-    """
-    Make the [`Case`] of a saved mask.
-
-    Args:
-        source (`str`): Folder or Hub id that the mask was read from.
-        mask ([`SparseMask`]): The mask.
-        length (`int`, *optional*): Number of tokens, n. Defaults to the mask's own length.
-        causal (`bool`, *optional*, defaults to `False`): Whether it is the mask of a decoder.
-        mixers (`Sequence[str]`, *optional*): Token mixers that some layers of the model have instead of attention.
-
-    Returns:
-        [`Case`]
-    Raises:
-        ValueError: If the mask is undefined at this length.
-    """
+    """Make the [`Case`] of a saved mask."""
     length = mask.length if length is None else length
     mask.check_length(length)
     connections: dict[int, float] = {}
@@ -179,31 +138,12 @@ def saved_case(
 
 
 def check_cases(cases: Sequence[Case]) -> list[Universality]:
-    """
-    Check cases one after the other, with a progress bar.
-
-    Args:
-        cases (`list[Case]`): From [`pattern_case`], [`pattern_cases`] and [`saved_case`].
-
-    Returns:
-        `list[Universality]`: One verdict per case.
-    Raises:
-        ValueError: If a length is below 2.
-    """
+    """Check cases one after the other, with a progress bar."""
     return [case.check() for case in tqdm(cases, desc="universality", disable=None)]
 
 
 def verdict_table(cases: Sequence[Case], found: Sequence[Universality]) -> Table:
-    """
-    Verdicts as a table.
-
-    Args:
-        cases (`list[Case]`): The cases.
-        found (`list[Universality]`): Their verdicts, from [`check_cases`].
-
-    Returns:
-        [`Table`]
-    """
+    """Verdicts as a table."""
     rows = [row for case, verdict in zip(cases, found, strict=True) for row in _rows(case, verdict)]
     return Table.of("Universality", rows, NOTES)
 
@@ -246,16 +186,7 @@ def _hops(reach: Reach) -> str:
 
 
 def details(case: Case, found: Universality) -> str:
-    """
-    All facts of a case as text.
-
-    Args:
-        case ([`Case`]): The case.
-        found ([`Universality`]): Its verdict.
-
-    Returns:
-        `str`: Several lines.
-    """
+    """All facts of a case as text."""
     lines = [f"{_title(case)}, {found.length} tokens, {found.num_heads} heads, p = {found.num_patterns}"]
     lines.append(f"  universal: {found.universal} ({found.reason})")
     for kind, facts in found.facts.items():
@@ -293,15 +224,6 @@ def _curve(curve):
 
 
 def as_json(case: Case, found: Universality) -> dict[str, Any]:
-    """
-    All facts of a case as JSON values.
-
-    Args:
-        case ([`Case`]): The case.
-        found ([`Universality`]): Its verdict.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """All facts of a case as JSON values."""
     growth = asdict(case.growth) if case.growth else None
     return {"name": case.name, "setup": case.setup} | asdict(found) | {"growth": growth}

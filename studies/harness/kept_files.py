@@ -1,11 +1,13 @@
 """Small files that outlive the folders of finished cells, and the pictures that are drawn from them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebert.files import make_folder, replace_files
+
+from .experiment import Cells
 
 
 # In the folder of a finished cell: its settings, metrics and versions, as in the results.
@@ -23,19 +25,11 @@ def picture_path(path: Path, name: str) -> Path:
 
 
 def keep_files(
-    keep: Callable[[dict[str, Any], Path], dict[str, bytes]],
-    finished: Mapping[str, dict[str, Any]],
-    runs: Path,
-    path: Path,
+    keep: Callable[[dict[str, Any], Path], dict[str, bytes]], finished: Cells, runs: Path, path: Path
 ) -> None:
     """
-    Copy what is to be kept from the folders of finished cells. What was kept of cells whose folders are gone stays.
-
-    Args:
-        keep (`Callable[[dict, Path], dict[str, bytes]]`): See [`Experiment`].
-        finished (`dict[str, dict]`): Settings, metrics and versions by cell, as they are in the results.
-        runs (`Path`): Folder with the folders of the cells.
-        path (`Path`): JSON file of results.
+    Copy what is to be kept from the folders of finished cells, which lie in `runs`, beside the results in `path`. What
+    was kept of cells whose folders are gone stays.
     """
     for name, cell in finished.items():
         made = runs / name / FINISHED_NAME

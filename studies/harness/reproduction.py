@@ -32,7 +32,7 @@ from sparsebert.training.runs.run_checks import check_training
 from sparsebert.version import __version__
 
 from ..experiments import EXPERIMENTS
-from .experiment import Experiment, shared_settings, unseeded
+from .experiment import Cells, Experiment, shared_settings, unseeded
 from .kept_files import FINISHED_NAME, keep_files, kept_folder, picture_path
 from .result_tables import experiment_tables, plot_cells
 from .time_estimates import describe_plan, duration, estimate_seconds
@@ -85,20 +85,7 @@ class ReproductionArguments:
 def plan_cells(
     experiment: Experiment, options: ReproductionArguments, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """
-    Choose the cells to run and check that each of them can.
-
-    Args:
-        experiment ([`Experiment`]): The experiment, a row of `EXPERIMENTS`.
-        options ([`ReproductionArguments`]): Scale and names of the cells.
-        settings (`dict`): Fields of the experiment's arguments, which override those of the scale.
-
-    Returns:
-        `dict[str, dict]`: Settings of each cell, by its name.
-    Raises:
-        ValueError: If the scale or a cell is unknown, or a setting is out of its range.
-        OSError: If a file that a cell needs cannot be read.
-    """
+    """Choose the cells to run and check that each of them can."""
     if options.scale not in experiment.scales:
         raise nearest("scale", str(options.scale), list(experiment.scales))
     cells = experiment.cells(experiment.arguments(**{**experiment.scales[options.scale], **settings}))
@@ -121,24 +108,8 @@ def plan_cells(
     return cells
 
 
-def read_results(
-    path: Path, cells: Mapping[str, dict[str, Any]], overwrite: bool = False
-) -> dict[str, dict[str, Any]]:
-    """
-    Read the finished cells.
-
-    Args:
-        path (`Path`): JSON file of results, which may be missing.
-        cells (`dict[str, dict]`): The cells to run, from [`plan_cells`].
-        overwrite (`bool`, *optional*, defaults to `False`): Whether to leave out these cells, so that they are run
-            again.
-
-    Returns:
-        `dict[str, dict]`: `"settings"`, `"metrics"` and `"made_with"` by cell.
-    Raises:
-        ValueError: If the file holds something else, such as another experiment, or, made with other settings, one of
-            `cells` (without `overwrite`) or another seed of one of them.
-    """
+def read_results(path: Path, cells: Cells, overwrite: bool = False) -> dict[str, dict[str, Any]]:
+    """Read the finished cells."""
     if not path.is_file():
         return {}
     try:
@@ -187,13 +158,6 @@ def results_path(name: str, options: ReproductionArguments) -> Path:
 def result_files(name: str, options: ReproductionArguments) -> list[Path]:
     """
     The files that there are of an experiment at one scale: results, table, plot, more pictures, and what was kept.
-
-    Args:
-        name (`str`): Name of the experiment.
-        options ([`ReproductionArguments`]): Scale and output folder.
-
-    Returns:
-        `list[Path]`
     """
     path = results_path(name, options)
     files = [path.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
@@ -201,20 +165,8 @@ def result_files(name: str, options: ReproductionArguments) -> list[Path]:
     return [file for file in (*files, *sorted(kept_folder(path).glob("*/*"))) if file.is_file()]
 
 
-def plan_text(name: str, options: ReproductionArguments, cells: Mapping[str, dict[str, Any]]) -> str:
-    """
-    How many cells are done and to do, and about how long these will take.
-
-    Args:
-        name (`str`): Name of the experiment, a key of `EXPERIMENTS`.
-        options ([`ReproductionArguments`]): Which cells, and where their results are.
-        cells (`dict[str, dict]`): The cells, from [`plan_cells`].
-
-    Returns:
-        `str`: One line.
-    Raises:
-        ValueError: If the file of results holds something else.
-    """
+def plan_text(name: str, options: ReproductionArguments, cells: Cells) -> str:
+    """How many cells are done and to do, and about how long these will take."""
     finished = read_results(results_path(name, options), {})
     todo = {
         cell: settings
@@ -228,21 +180,6 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     """
     Run the cells of an experiment that are not finished, and write results, table and plot after each. Several
     processes may run the same experiment: each takes cells that no other runs.
-
-    Args:
-        name (`str`): Name of the experiment, a key of `EXPERIMENTS`.
-        options ([`ReproductionArguments`]): Which cells, and where to write.
-        settings (`dict`): Fields of the experiment's arguments.
-
-    Returns:
-        `list[Table]`: Tables of all finished cells.
-    Raises:
-        ValueError: If the experiment, the scale or a cell is unknown, a setting is out of its range, there are
-            results of other settings, or `redraw` is combined with anything about cells or matplotlib is missing for
-            it. Nothing has been run or written then.
-        OSError: If a file that a cell needs cannot be read.
-        FileExistsError: If the folder of a cell holds a finished cell of other results.
-        CellsFailed: If a cell failed. The others have been run then.
     """
     if name not in EXPERIMENTS:
         raise nearest("experiment", name, list(EXPERIMENTS))

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,13 @@ from typing import Any
 from sparsebert.analysis.statistics import summarize
 from sparsebert.analysis.tables import Table
 
-from .experiment import Experiment, unseeded
+from .experiment import Cells, Experiment, unseeded
 from .result_charts import plot_lines
 from .seed_comparisons import COMPARED, compare_seeds
 
 
-def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Make the tables of finished cells, beside the paper's figures.
-
-    Args:
-        experiment ([`Experiment`]): The experiment.
-        scale (`str`): Name of the scale, for the title.
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
-
-    Returns:
-        `list[Table]`: A table laid out like the paper's, if the experiment has a layout; its summary, if it has one,
-        or means if there are several seeds; then a table with a row per cell.
-    """
+def experiment_tables(experiment: Experiment, scale: str, finished: Cells) -> list[Table]:
+    """Make the tables of finished cells, beside the paper's figures."""
     title = f"{experiment.title}, scale {scale}"
     rows = []
     for name, cell in finished.items():
@@ -77,7 +66,7 @@ def _means(experiment, title, finished):
     return Table.of(f"{title}: means over seeds", list(rows.values()), (note,))
 
 
-def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+def _differences(experiment: Experiment, finished: Cells) -> Iterator[str]:
     """Notes on the settings that differ between cells, and on their machines."""
     settings = [("settings", item.name) for item in fields(experiment.arguments)]
     for source, field in (*settings, ("made_with", "device")):
@@ -124,15 +113,9 @@ def _text(form, value):
     return "" if value is None else form.format(value)
 
 
-def plot_cells(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]], path: Path) -> None:
+def plot_cells(experiment: Experiment, scale: str, finished: Cells, path: Path) -> None:
     """
     Plot finished cells, as the experiment draws them or as a point for each, means over seeds, and a line per series.
-
-    Args:
-        experiment ([`Experiment`]): The experiment.
-        scale (`str`): Name of the scale, for the title.
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
-        path (`Path`): Image to write.
     """
     title = f"{experiment.title}, scale {scale}"
     if experiment.draw is not None:

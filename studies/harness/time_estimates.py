@@ -4,29 +4,23 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from .experiment import Cells
+
 
 # Settings that count steps. The time of a cell grows with their sum.
 _STEPS = ("max_steps", "steps", "recover")
 
 
-def estimate_seconds(
-    cells: Mapping[str, dict[str, Any]], finished: Mapping[str, dict[str, Any]], line: str
-) -> float | None:
+def estimate_seconds(cells: Cells, finished: Cells, line: str) -> float | None:
     """
-    Estimate how long cells will take: for each of them the median of the finished ones that are most like it.
-
-    Args:
-        cells (`dict[str, dict]`): Settings of the cells to run, by name.
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
-        line (`str`): The setting that says most about a cell, the third name of [`Experiment`]'s `plot`. Then it is
-            the number of other settings that differ, but for the seed.
-
-    Returns:
-        `float`: Seconds, without what cells share, such as a checkpoint; `None` if no cell is finished.
+    How many seconds cells will take, for each of them the median of the finished ones that are most like it: the
+    setting `line`, the third name of [`Experiment`]'s `plot`, counts most, then the number of other settings that
+    differ, but for the seed. Without what cells share, such as a checkpoint; `None` if no cell is finished.
     """
     known = [
         (cell["settings"], cell["metrics"]["seconds"] - cell["metrics"].get("shared_seconds", 0.0))
         for cell in finished.values()
+        if "seconds" in cell["metrics"]
     ]
     if not known:
         return None
@@ -51,25 +45,8 @@ def _num_steps(cell):
     return sum(cell.get(name, 0) for name in _STEPS) or 1
 
 
-def describe_plan(
-    name: str,
-    cells: Mapping[str, dict[str, Any]],
-    todo: Mapping[str, Any],
-    finished: Mapping[str, dict[str, Any]],
-    line: str,
-) -> str:
-    """
-    What is done, what is to do, and how long that will take: a line to show before any work.
-
-    Args:
-        name (`str`): Name of the experiment.
-        cells (`dict[str, dict]`): Settings of the cells that were asked for, by name.
-        todo (`dict[str, Any]`): Those of them that will be run, by name.
-        finished, line: See [`estimate_seconds`].
-
-    Returns:
-        `str`
-    """
+def describe_plan(name: str, cells: Cells, todo: Mapping[str, Any], finished: Cells, line: str) -> str:
+    """What is done, what is to do, and how long that will take: a line to show before any work."""
     text = f"{name}: {len(cells) - len(todo)} of {len(cells)} cells are done, {len(todo)} to do"
     if not todo:
         return text

@@ -2,10 +2,8 @@
 
 import json
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -14,12 +12,14 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.training.searching.search_run import search_post_hoc
 
-from ..harness.experiment import Experiment
+from ..harness.comparisons import Seeds, mean
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.result_charts import plot_lines
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, long_enough
-from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
-from ..trained_models.minilm_task_masks import check_masks
+from ..shared.post_hoc import check_masks
+from ..shared.recipe_sections import check_least
+from .review_classifiers import check_reviews, classifier, score, trained, write_rows
 
 
 # How texts are read.
@@ -76,45 +76,23 @@ class LongReviewMasks:
     bf16: bool = False
 
 
-def cells(settings: LongReviewMasks) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    common = {name: value for name, value in vars(settings).items() if name != "seeds"}
-    return {f"seed_{seed}": common | {"seed": seed} for seed in settings.seeds}
+def _cells(settings):
+    return {f"seed_{seed}": common_settings(settings) | {"seed": seed} for seed in settings.seeds}
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or folder of texts.
-    """
-    check_range("max_length", cell["max_length"], 8)
-    for name in ("train_examples", "test_examples", "steps", "recover", "batch_size"):
-        check_range(name, cell[name], 1)
-    for name in ("longer_than", "unlabeled_examples"):
-        check_range(name, cell[name], 0)
+def _check(cell):
+    check_least(cell, 8, "max_length")
+    check_least(cell, 1, "train_examples", "test_examples", "steps", "recover", "batch_size")
+    check_least(cell, 0, "longer_than", "unlabeled_examples")
     check_range("dropout", cell["dropout"], 0, 1, (int, float))
     check_masks(cell)
     check_reviews(cell["reviews"])
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(cell, folder):
     """
-    Fine-tune the dense model, find a mask for it, adapt its weights to that mask and to others, and classify.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell, with the models in folders with the names of their systems.
-
-    Returns:
-        `dict`: Metrics: accuracy and CPU time per text of every system, truncated and split.
-    Raises:
-        ValueError: If the mask is to be found with other texts than those of the training, and none are left.
+    Fine-tune the dense model, find a mask for it, adapt its weights to that mask and to others, and classify. The
+    models are in folders with the names of their systems.
     """
     number = cell["train_examples"]
     rows = write_rows(cell, folder, cell["unlabeled_examples"])
@@ -158,31 +136,26 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def _by_system(finished):
+def _by_system(finished: Cells) -> tuple[dict[str, Seeds], dict[str, float]]:
     """Accuracy in percent by seed, and milliseconds per text, by system, the fastest first."""
-    accuracy: dict[str, dict[int, float]] = {}
-    times: dict[str, list[float]] = {}
+    accuracy: dict[str, Seeds] = {}
+    times: dict[str, Seeds] = {}
     for cell in finished.values():
-        metrics = cell["metrics"]
+        metrics, seed = cell["metrics"], cell["settings"]["seed"]
         for metric in metrics:
             if metric.startswith("accuracy_"):
                 system, way = metric.removeprefix("accuracy_").rsplit("_", 1)
                 name = f"{system.replace(_SUFFIX, ', recovered')}, {way}"
-                accuracy.setdefault(name, {})[cell["settings"]["seed"]] = 100 * metrics[metric]
-                times.setdefault(name, []).append(metrics[f"ms_per_text_{system}_{way}"])
-    order = sorted(times, key=lambda name: statistics.fmean(times[name]))
-    return {name: accuracy[name] for name in order}, {name: statistics.fmean(times[name]) for name in order}
+                accuracy.setdefault(name, {})[seed] = 100 * metrics[metric]
+                times.setdefault(name, {})[seed] = metrics[f"ms_per_text_{system}_{way}"]
+    order = sorted(times, key=lambda name: mean(times[name]))
+    return {name: accuracy[name] for name in order}, {name: mean(times[name]) for name in order}
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+def _summary(finished: Cells) -> list[Table]:
     """
-    Accuracy and time by system, and its paired difference to the dense model, which reads truncated or split texts.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: One table, the fastest system first.
+    Accuracy and time by system, the fastest first, and its paired difference to the dense model, which reads truncated
+    or split texts.
     """
     accuracy, times = _by_system(finished)
     pairs = {
@@ -213,21 +186,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Long texts through masks of a fine-tuned model", rows, notes)]
 
 
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot accuracy against time, a line per model from truncated to split texts.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    """Accuracy against time, a line per model from truncated to split texts."""
     accuracy, times = _by_system(finished)
     lines: dict[str, list[tuple[float, float, float | None]]] = {}
     for name, values in accuracy.items():
         # Not "dense", which would be drawn as a line across the figure.
         model = name.rsplit(", ", 1)[0].replace("dense", "dense model")
-        lines.setdefault(model, []).append((times[name], statistics.fmean(values.values()), None))
+        lines.setdefault(model, []).append((times[name], mean(values), None))
     plot_lines(lines, path, title, "ms of CPU per text: truncated (left), split (right)", "accuracy, %")
 
 
@@ -236,9 +202,9 @@ EXPERIMENT = Experiment(
     arguments=LongReviewMasks,
     # All texts to train on, so that there are no further ones.
     scales={"tiny": {}, "paper": {"train_examples": 25_000, "test_examples": 25_000, "unlabeled_examples": 0}},
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "accuracy_dense_truncated": ("dense, truncated", "{:.1%}"),
         "accuracy_dense_split": ("dense, split", "{:.1%}"),
@@ -250,6 +216,10 @@ EXPERIMENT = Experiment(
         "seconds_learned_recovered": ("recovery, s", "{:.0f}"),
     },
     plot=("seed", "accuracy_learned_recovered_split", "max_length"),
-    draw=draw,
-    summary=summary,
-)
+    draw=_draw,
+    summary=_summary,
+    smallest={
+        "max_length": 16, "longer_than": 16, "train_examples": 4, "num_train_epochs": 1.0, "sparsity": 0.5, "steps": 2,
+        "batch_size": 4, "recover": 2,
+    },
+)  # fmt: skip

@@ -3,11 +3,8 @@ Texts longer than an encoder reads: truncated, split into parts whose answers ar
 through a mask.
 """
 
-import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -16,11 +13,13 @@ from sparsebert.checks import check_range
 from sparsebert.hub import read_config
 from sparsebert.models.loading import check_folder
 
-from ..harness.experiment import Experiment
+from ..harness.comparisons import Seeds, against, mean
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.result_charts import plot_lines
-from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
-from ..shared.base_models import PACKAGE, located, long_enough
-from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
+from ..harness.seed_comparisons import COMPARED, mean_text
+from ..shared.base_models import PACKAGE, located, long_enough, named_models
+from ..shared.recipe_sections import check_least
+from .review_classifiers import check_reviews, classifier, score, trained, write_rows
 
 
 # What the name of a system ends with if it reads the beginning of a text alone.
@@ -63,76 +62,29 @@ class LongReviews:
     bf16: bool = False
 
 
-def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    names = (
-        *("reviews", "longer_than", "train_examples", "test_examples"),
-        *("learning_rate", "num_train_epochs", "warmup_steps", "batch_size", "bf16"),
-    )
-    common = {name: getattr(settings, name) for name in names}
-    models = named_models(settings.model, settings.masked)
+def _cells(settings):
+    common = common_settings(settings, "model", "masked", "lengths")
     return {
         f"{name}_{length}_seed_{seed}": common
         | {"system": f"{name}, {length} tokens", "model": model, "max_length": length, "seed": seed}
         | {"split": name == "dense" and length == settings.lengths[0]}
         for seed in settings.seeds
         for length in settings.lengths
-        for name, model in models.items()
+        for name, model in named_models(settings.model, settings.masked).items()
     }
 
 
-def named_models(model: str, masked: list[str]) -> dict[str, str]:
-    """
-    The systems of a comparison: `"dense"`, and every model with a mask by the name of its folder or its cell.
-
-    Args:
-        model (`str`): The dense model.
-        masked (`list[str]`): Folders of models with a mask.
-
-    Raises:
-        ValueError: If two have the same name.
-    """
-    models = {"dense": model}
-    for source in masked:
-        path = Path(source)
-        name = path.parent.name if path.name == "model" else path.name
-        if name in models:
-            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
-        models[name] = source
-    return models
-
-
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or folder of texts.
-    """
+def _check(cell):
     check_range("lengths", cell["max_length"], 8)
-    for name in ("train_examples", "test_examples", "batch_size"):
-        check_range(name, cell[name], 1)
-    check_range("longer_than", cell["longer_than"], 0)
+    check_least(cell, 1, "train_examples", "test_examples", "batch_size")
+    check_least(cell, 0, "longer_than")
     check_folder(located(cell["model"]), "model")
     read_config(located(cell["model"]))
     check_reviews(cell["reviews"])
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Fine-tune on the texts, and classify others.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell.
-
-    Returns:
-        `dict`: Metrics: accuracy and the CPU time of a text, of the dense model at the first length also split.
-    """
+def _run(cell, folder):
+    """Fine-tune on the texts, and classify others; the dense model at the first length also reads them split."""
     rows = write_rows(cell, folder)
     found = trained(cell, folder, long_enough(cell["model"], cell["max_length"], folder))
     model = classifier(folder / "run", cell["bf16"])
@@ -146,23 +98,31 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Accuracy and time by system, and the paired difference to truncating.
+def _by_system(finished: Cells) -> tuple[dict[str, Seeds], dict[str, Seeds], dict[str, float]]:
+    """Accuracy in percent and milliseconds per text, by system and seed, and the share that a mask removes."""
+    accuracy: dict[str, Seeds] = {}
+    times: dict[str, Seeds] = {}
+    removed: dict[str, float] = {}
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        ways = {"": settings["system"]}
+        if settings["split"]:
+            ways = {"": settings["system"] + TRUNCATED, "split_": f"{settings['system']}, split"}
+        for prefix, name in ways.items():
+            accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
+            times.setdefault(name, {})[settings["seed"]] = metrics[f"{prefix}ms_per_text"]
+            removed[name] = metrics["input_sparsity"]
+    return accuracy, times, removed
 
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
 
-    Returns:
-        `list[Table]`: One table, the fastest system first.
-    """
+def _summary(finished: Cells) -> list[Table]:
+    """Accuracy and time by system, the fastest first, and the paired difference to truncating."""
     accuracy, times, removed = _by_system(finished)
     baseline = next((name for name in accuracy if name.endswith(TRUNCATED)), "")
-    pairs = {name: (ours, accuracy.get(baseline, {})) for name, ours in accuracy.items() if name != baseline}
-    compared = compare_seeds(pairs, 1)
+    compared = against(accuracy, 1, lambda _: baseline)
     rows = []
-    for name in sorted(accuracy, key=lambda name: statistics.fmean(times[name])):
-        row = {"system": name, "ms of CPU per text": f"{statistics.fmean(times[name]):.1f}"}
+    for name in sorted(accuracy, key=lambda name: mean(times[name])):
+        row = {"system": name, "ms of CPU per text": f"{mean(times[name]):.1f}"}
         row["removed on inputs"] = f"{removed[name]:.1%}"
         row["accuracy"] = mean_text(accuracy[name].values(), 1)
         if name in compared:
@@ -175,37 +135,10 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Long texts", rows, notes)]
 
 
-def _by_system(finished):
-    """Accuracy in percent by seed, milliseconds per text, and the share that a mask removes, by system."""
-    accuracy: dict[str, dict[int, float]] = {}
-    times: dict[str, list[float]] = {}
-    removed: dict[str, float] = {}
-    for cell in finished.values():
-        settings, metrics = cell["settings"], cell["metrics"]
-        ways = {"": settings["system"]}
-        if settings["split"]:
-            ways = {"": settings["system"] + TRUNCATED, "split_": f"{settings['system']}, split"}
-        for prefix, name in ways.items():
-            accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
-            times.setdefault(name, []).append(metrics[f"{prefix}ms_per_text"])
-            removed[name] = metrics["input_sparsity"]
-    return accuracy, times, removed
-
-
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot accuracy against time, a point per system.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    """Accuracy against time, a point per system."""
     accuracy, times, _ = _by_system(finished)
-    lines = {
-        name: [(statistics.fmean(times[name]), statistics.fmean(values.values()), None)]
-        for name, values in accuracy.items()
-    }
+    lines = {name: [(mean(times[name]), mean(values), None)] for name, values in accuracy.items()}
     plot_lines(lines, path, title, "ms of CPU per text", "accuracy, %")
 
 
@@ -213,9 +146,9 @@ EXPERIMENT = Experiment(
     title="Long reviews: truncated, split, or whole",
     arguments=LongReviews,
     scales={"tiny": {}, "paper": {"train_examples": 25_000, "test_examples": 25_000}},
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "accuracy": ("accuracy", "{:.1%}"),
         "ms_per_text": ("ms of CPU per text", "{:.1f}"),
@@ -225,6 +158,7 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s", "{:.0f}"),
     },
     plot=("ms_per_text", "accuracy", "system"),
-    draw=draw,
-    summary=summary,
+    draw=_draw,
+    summary=_summary,
+    smallest={"lengths": [16, 48], "longer_than": 16, "num_train_epochs": 1.0, "batch_size": 8},
 )

@@ -1,9 +1,8 @@
 """The copying task: Table 1 of [O], O(n) Connections are Expressive Enough (arXiv 2006.04862)."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from ..harness.experiment import Experiment, seeded
+from ..harness.experiment import Experiment, common_settings, seeded
 from ..shared.pattern_levels import pattern_cells
 from .copying_task import CopyingArguments, CopyingSizes, run_copying
 
@@ -41,9 +40,8 @@ _TABLE = {
 }
 
 
-def cells(settings: CopyingStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    model = {item.name: getattr(settings, item.name) for item in fields(CopyingSizes)}
+def _cells(settings):
+    model = common_settings(settings, of=CopyingSizes)
     patterns = pattern_cells([settings.stride], [settings.window_size], [settings.sparsity], dense=False)
     depths = {
         f"{pattern['series']}_depth_{depth}": model | pattern | {"depth": depth}
@@ -57,16 +55,7 @@ def _arguments(cell):
     return CopyingArguments(**{name: value for name, value in cell.items() if name != "series"})
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-    """
+def _check(cell):
     _arguments(cell).mask()
 
 
@@ -81,8 +70,8 @@ EXPERIMENT = Experiment(
         },
         "paper": {},
     },
-    cells=cells,
-    check=check,
+    cells=_cells,
+    check=_check,
     run=lambda cell, folder: run_copying(_arguments(cell), folder),
     columns={
         "sparsity": ("removed", "{:.1%}"),
@@ -106,4 +95,8 @@ EXPERIMENT = Experiment(
         "At the paper's size, strided patterns at depth 2 and the star reach nothing; the paper's figures above "
         "chance there must come from a reading of patterns or causality that it does not state",
     ),
+    smallest={
+        "source_length": 7, "num_symbols": 8, "hidden_size": 16, "head_size": 4, "intermediate_size": 16,
+        "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8,
+    },
 )  # fmt: skip

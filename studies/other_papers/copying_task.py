@@ -23,13 +23,12 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from sparsebert.attention.choosing.choice import check_backend
 from sparsebert.attention.dot_product import sparse_dot_product_attention
-from sparsebert.checks import check_range
 from sparsebert.files import METRICS_NAME, write_metrics
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.training.runs.run_checks import warn_of_slow_bfloat16
 
-from ..shared.recipe_sections import precision
+from ..shared.recipe_sections import check_least, precision
 
 
 @dataclass
@@ -99,16 +98,10 @@ class CopyingArguments(CopyingSizes):
         return 2 * self.source_length + 2
 
     def mask(self) -> SparseMask:
-        """
-        The mask of the attention layers, before future keys are removed.
-
-        Raises:
-            ValueError: If a field is out of its range.
-        """
-        low = {"source_length": 1, "num_symbols": 2, "hidden_size": 1, "head_size": 1, "intermediate_size": 1}
-        low |= {"train_size": 1, "test_size": 1, "max_steps": 1, "batch_size": 1, "depth": 1}
-        for name, least in low.items():
-            check_range(name, getattr(self, name), least)
+        """The mask of the attention layers, before future keys are removed."""
+        names = ("source_length", "hidden_size", "head_size", "intermediate_size", "train_size", "test_size")
+        check_least(vars(self), 1, *names, "max_steps", "batch_size", "depth")
+        check_least(vars(self), 2, "num_symbols")
         check_backend(self.attn_implementation)
         return build_pattern(
             self.pattern,
@@ -122,18 +115,7 @@ class CopyingArguments(CopyingSizes):
 
 
 def copying_sequences(count: int, source_length: int, num_symbols: int, seed: int) -> torch.Tensor:
-    """
-    Draw sequences 0 s 0 s with uniform symbols in s, 0 included.
-
-    Args:
-        count (`int`): Number of sequences.
-        source_length (`int`): Length of s, m.
-        num_symbols (`int`): Number of symbols, V.
-        seed (`int`): Seed of the generator.
-
-    Returns:
-        `torch.Tensor` of shape `(count, 2 m + 2)`, int64.
-    """
+    """Draw sequences 0 s 0 s with uniform symbols in s, 0 included."""
     generator = torch.Generator().manual_seed(seed)
     half = torch.randint(num_symbols, (count, source_length + 1), generator=generator)
     half[:, 0] = 0
@@ -144,14 +126,6 @@ def reachable(mask: SparseMask, depth: int, source_length: int) -> float:
     """
     Share of the symbols of the second s whose first occurrence is connected with the position that predicts them,
     through the kept entries of the layers without future keys, and through the residual stream.
-
-    Args:
-        mask ([`SparseMask`]): Mask of length n = 2 m + 2.
-        depth (`int`): Number of attention layers, L.
-        source_length (`int`): Length of s, m.
-
-    Returns:
-        `float`: Bound on the accuracy of any model, apart from chance on the rest.
     """
     tables = mask.to_table().any(1).tril()  # (L or 1, n, n)
     reached = torch.eye(mask.length)
@@ -218,16 +192,7 @@ class CopyingModel(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, arguments.num_symbols))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """
-        Predict the next symbol at every position.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `(B, n)`): Symbols.
-            labels (`torch.Tensor` of shape `(B, n)`, *optional*): The same symbols; they are shifted here.
-
-        Returns:
-            `dict`: `"logits"` `(B, n, V)` and, with labels, `"loss"`, the mean over the symbols to predict.
-        """
+        """Predict the next symbol at every position."""
         states = self.symbols(input_ids) + self.positions.weight[: input_ids.shape[1]]
         for layer in self.attention:
             states = layer(states)
@@ -262,19 +227,7 @@ def copying_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def run_copying(arguments: CopyingArguments, output_dir: str | os.PathLike) -> dict[str, Any]:
-    """
-    Train and test a model on the copying task.
-
-    Args:
-        arguments ([`CopyingArguments`]): Task, model and training.
-        output_dir (`str` or `os.PathLike`): Folder to write `metrics.json` to.
-
-    Returns:
-        `dict`: `"accuracy"`, `"second_half_accuracy"`, `"reachable"`, `"sparsity"` of the mask before future keys are
-        removed, `"loss"`, `"steps"`, `"seconds"`.
-    Raises:
-        ValueError: If a field is out of its range.
-    """
+    """Train and test a model on the copying task."""
     start = time.perf_counter()
     mask = arguments.mask()
     set_seed(arguments.seed)

@@ -4,14 +4,13 @@ Perplexity of causal language models against sparsity: Figure 1a of [O], O(n) Co
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from sparsebert.masks.sparse_mask import SparseMask
 
-from ..harness.experiment import Experiment, seeded
+from ..harness.experiment import Experiment, common_settings, seeded
 from ..shared.pattern_levels import PatternLevels, pattern_cells
-from ..shared.text_pretraining import SHARED, TextSettings, check_text, fixed_mask, run_text, text_fields
+from ..shared.recipe_sections import SHARED
+from ..shared.text_pretraining import SMALLEST, TextSettings, check_text, fixed_mask, run_text
 
 
 @dataclass
@@ -19,12 +18,12 @@ class LanguageModelingStudy(PatternLevels, TextSettings):
     """Settings of the experiment: the levels of the patterns, and what all cells share."""
 
 
-def cells(settings: LanguageModelingStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+def _cells(settings):
     # In a causal model no other token sees the paper's relay, the last token; half of them see one in the middle.
     relay = settings.max_length // 2
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities, relay=relay)
-    return seeded({name: text_fields(settings) | pattern for name, pattern in patterns.items()}, settings.seeds)
+    common = common_settings(settings, of=TextSettings)
+    return seeded({name: common | pattern for name, pattern in patterns.items()}, settings.seeds)
 
 
 def _model(cell):
@@ -38,31 +37,8 @@ def causal_sparsity(mask: SparseMask) -> float:
     return 1 - kept / (mask.length * (mask.length + 1) / 2)
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range, or there is no such model.
-        OSError: If there is no such text.
-    """
-    check_text(cell, _model(cell))
-
-
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Train a language model and measure its perplexity on the held-out text.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Metrics.
-    """
+def _run(cell, folder):
+    """Train a language model and measure its perplexity on the held-out text."""
     metrics = run_text(cell, folder, _model(cell))
     mask = fixed_mask(cell, _model(cell))
     names = ("perplexity", "lm_loss", "sparsity", "steps", "num_parameters", "train_seconds", *SHARED)
@@ -86,9 +62,9 @@ EXPERIMENT = Experiment(
             "learning_rate": 1e-3, "warmup_steps": 10_000, "bf16": True,
         },
     },
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=lambda cell: check_text(cell, _model(cell)),
+    run=_run,
     columns={
         "sparsity": ("removed", "{:.1%}"),
         "causal_sparsity": ("removed up to the diagonal", "{:.1%}"),
@@ -105,4 +81,5 @@ EXPERIMENT = Experiment(
         "middle, and the tokens after it see it",
         "The head size is the hidden size over the number of heads, 32 at the paper's scale; the paper's is 64",
     ),
+    smallest=SMALLEST | {"strides": [4], "windows": [2], "sparsities": [0.5]},
 )  # fmt: skip

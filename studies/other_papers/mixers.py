@@ -4,14 +4,12 @@ Token mixers instead of attention: Table 1 and Figure 1 of [U], Are Transformers
 """
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from sparsebert.data.tasks import TASKS
 
-from ..harness.experiment import Experiment, seeded
-from ..shared.recipe_sections import check_task, finetuned
-from ..shared.text_pretraining import SHARED, TextSettings, check_text, run_text, text_fields
+from ..harness.experiment import Experiment, common_settings, seeded
+from ..shared.recipe_sections import SHARED, check_task, finetuned
+from ..shared.text_pretraining import SMALLEST, TextSettings, check_text, run_text
 
 
 @dataclass
@@ -36,13 +34,14 @@ class MixersStudy(TextSettings):
     data: str | None = None
 
 
-def cells(settings: MixersStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    base = text_fields(settings) | {name: getattr(settings, name) for name in ("nsp", "task", "data")}
-    table = dict(base)
-    for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
-        own = getattr(settings, f"table_{name}")
-        table[name] = base[name] if own is None else own
+# Settings that the models with one mixer may have for themselves.
+_TABLE = ("max_steps", "batch_size", "gradient_accumulation_steps")
+
+
+def _cells(settings):
+    base = common_settings(settings, *(f"table_{name}" for name in _TABLE))
+    own = {name: getattr(settings, f"table_{name}") for name in _TABLE}
+    table = base | {name: value for name, value in own.items() if value is not None}
     num_layers = settings.num_layers
 
     def cell(sizes, series, num_replaced, mixer):
@@ -66,41 +65,20 @@ def _model(cell):
     return {"pattern": "dense", "token_mixers": cell["token_mixers"]}
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range, the task is unknown, or there is no such model.
-        OSError: If there is no such text or data.
-    """
+def _check(cell):
     check_text(cell, _model(cell))
-    if cell["task"] is not None:
-        check_task(cell)
+    check_task(cell)
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Pre-train a model and, if there is a task, fine-tune it.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Metrics.
-    """
+def _run(cell, folder):
+    """Pre-train a model and, if there is a task, fine-tune it."""
     metrics = run_text(cell, folder, _model(cell), cell["nsp"])
     names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds", *SHARED)
     metrics = {name: metrics[name] for name in names}
     if cell["task"] is not None:
         data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}
         data["max_length"] = min(TASKS[cell["task"]].max_length, cell["max_length"])
-        found = finetuned(data, {"seed": cell["seed"]}, folder / "finetuned", cell["bf16"])
-        metrics["task_score"] = found["score"]
+        metrics["task_score"] = finetuned(data, {"seed": cell["seed"]}, folder / "finetuned", cell["bf16"])["score"]
     return metrics
 
 
@@ -119,9 +97,9 @@ EXPERIMENT = Experiment(
             "bf16": True, "task": "mnli",
         },
     },
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "num_parameters": ("parameters", "{:,.0f}"),
         "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
@@ -143,4 +121,5 @@ EXPERIMENT = Experiment(
         "The paper's models have 12 layers; its figures for one mixer are plotted at our last layer",
         "The paper's task is MNLI, with BERT-base pre-trained on Wikipedia and BooksCorpus",
     ),
+    smallest=SMALLEST,
 )  # fmt: skip

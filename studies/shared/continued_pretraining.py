@@ -3,36 +3,26 @@ Cells that continue the pre-training of one model that has left the plateau: a s
 head for masked tokens, and the systems that go on from it with the same batches.
 """
 
-import json
-import statistics
 import time
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from transformers import AutoTokenizer
 
-from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_dataset
-from sparsebert.files import METRICS_NAME
 from sparsebert.hub import read_config
-from sparsebert.learning.mask_description import pattern_mask
-from sparsebert.learning.mask_search import described_search
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
 from sparsebert.training.pretraining.pretraining_arguments import check_no_decay
 from sparsebert.training.pretraining.pretraining_run import pretrain
 
-from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from .base_models import PACKAGE, located
-from .recipe_sections import check_texts, precision
+from .recipe_sections import check_least, check_texts, made_once, training_section
 
 
 # Rows from which the frequencies of the tokens are counted.
@@ -48,6 +38,9 @@ SEARCH_VARIANTS: dict[str, dict[str, Any]] = {
     "layers": _MASK | {"share_layers": False, "symmetric": False},
     "probs": {},
 }
+# The settings of the scale "paper", and those of a training in seconds, for tests.
+PAPER = {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4}
+SMALLEST = {"max_length": 16, "max_validation_tokens": 200, "checkpoint_steps": 2, "max_steps": 2, "batch_size": 4}
 
 
 @dataclass
@@ -87,39 +80,54 @@ class ContinuedSettings:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
 
 
-def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:
-    """The fields of [`ContinuedSettings`] that every cell has, without the seeds."""
-    names = [item.name for item in fields(ContinuedSettings) if item.name != "seeds"]
-    return {name: getattr(settings, name) for name in names}
-
-
-def check_continued(cell: dict[str, Any]) -> None:
+@dataclass
+class SearchSettings(ContinuedSettings):
     """
-    Check that a cell can run.
+    Settings of searches among the systems, with those of [`ContinuedSettings`].
 
     Args:
-        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`], and maybe `"model"` with the
-            pattern or the search.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or text.
+        search_end (`float`): Fraction of the steps after which the mask of a search freezes.
+        mask_logit_scale (`float`): How much faster the logits of a search without a target move than the weights.
+        target_logit_scale (`float`): The same of a search with a target, whose logits do not get far from their start
+            in 150 steps if this is 10.
+        start_from_attention (`bool`): Start searches with a target from what the checkpoint attends to.
+        initial_decay, initial_sparsity (`float`, *optional*): Where they start, see [`SparseBertConfig`]; the decay
+            only without `start_from_attention`.
     """
-    for name in ("max_length", "max_validation_tokens", "checkpoint_steps", "max_steps", "batch_size"):
-        check_range(name, cell[name], 8 if name == "max_length" else 1)
+
+    search_end: float = 0.5
+    mask_logit_scale: float = 50.0
+    target_logit_scale: float = 200.0
+    start_from_attention: bool = True
+    initial_decay: float | None = None
+    initial_sparsity: float | None = None
+
+
+def target_search(settings: dict[str, Any], search: str, target: float, variant: str) -> dict[str, Any]:
+    """The fields of a search with a target, learned as a key of `SEARCH_VARIANTS` says."""
+    start = {name: settings[name] for name in ("initial_decay", "initial_sparsity") if settings[name] is not None}
+    model = {"search": search, "target_sparsity": target, "mask_logit_scale": settings["target_logit_scale"]}
+    return model | start | SEARCH_VARIANTS[variant]
+
+
+def check_continued(cell: dict[str, Any], model: dict[str, Any] | None = None) -> None:
+    """Check that a cell can run; `model` has the fields of its pattern or search, by default those in the cell."""
+    check_least(cell, 8, "max_length")
+    check_least(cell, 1, "max_validation_tokens", "checkpoint_steps", "max_steps", "batch_size")
+    model = cell.get("model", {}) if model is None else model
     if "search_end" in cell:
         check_range("search_end", cell["search_end"], 0, 1, (int, float))
     if cell.get("start_from_attention"):
-        check_no_decay(cell.get("model", {}))
+        check_no_decay(model)
     base = read_config(located(cell["base_model"]))
     if cell["max_length"] > (positions := num_positions(base)):
         raise ValueError(
             f"max_length must be at most the {positions} positions of base_model, got {cell['max_length']}"
         )
-    if "model" in cell:
+    if model:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-        config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **cell["model"])
-        described_search(config, config.carrier) if config.search else pattern_mask(config, config.carrier)
+        config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **model)
+        described_search(config) if config.search else pattern_mask(config)
     check_texts(cell)
 
 
@@ -127,78 +135,49 @@ def continue_training(
     cell: dict[str, Any], folder: Path, data: dict[str, Any] | None = None, model: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """
-    Go on from the shared checkpoint, which is made first if it is not there.
-
-    Args:
-        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`] and `"seed"`.
-        folder (`Path`): Output folder of the run. The checkpoint is beside the folder of the experiment, for others.
-        data, model (`dict`, *optional*): Fields of these sections of the recipe, such as a pattern or a search.
-
-    Returns:
-        `dict`: The metrics of [`pretrain`] that tables show, and `"shared_seconds"`, the time that the checkpoint took
-        if it was not there.
+    Go on from the shared checkpoint, which is made first if it is not there, beside the folder of the experiment.
+    `data` and `model` are further fields of these sections of the recipe. Returns metrics, among them
+    `"shared_seconds"`, the time that the checkpoint took.
     """
     start = time.perf_counter()
     checkpoint = shared_checkpoint(cell, folder.parents[1])
     shared = time.perf_counter() - start
-    recipe = _recipe(cell, folder, str(checkpoint), cell["max_steps"], cell["learning_rate"])
+    recipe = _recipe(cell, folder, str(checkpoint), cell["max_steps"], cell["learning_rate"], cell["seed"])
     recipe["data"] |= data or {}
     recipe["model"] |= model or {}
-    recipe["training"]["seed"] = cell["seed"]
     found = pretrain(recipe)
     names = ("mlm_loss", "mlm_accuracy", "sparsity", "train_seconds", "tokens_per_second")
     groups = {f"p_{name}": value for name, value in found["positions"].items()}
     return {name: found[name] for name in names} | groups | {"shared_seconds": shared}
 
 
-def _recipe(cell, folder, base_model, steps, learning_rate):
+def _recipe(cell, folder, base_model, steps, learning_rate, seed):
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
     data |= {"base_model": base_model, "tokenizer": located(cell["base_model"]), "nsp": False, "pictures": False}
     data["max_tokens"] = (cell["checkpoint_steps"] + cell["max_steps"]) * cell["batch_size"] * cell["max_length"]
     model = {"hidden_dropout_prob": cell["dropout"], "attention_probs_dropout_prob": cell["dropout"]}
     model |= {"mask_length": cell["max_length"], "allow_empty_rows": True}
-    training = {
-        "output_dir": str(folder),
-        "max_steps": steps,
-        "learning_rate": learning_rate,
-        "warmup_steps": 0.1,
-        "weight_decay": 0.01,
-        "per_device_train_batch_size": cell["batch_size"],
-        "per_device_eval_batch_size": cell["batch_size"],
-        "logging_steps": max(steps // 20, 1),
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
-    training |= precision(cell["bf16"])
-    return {"data": data, "model": model, "training": training}
+    own = {"max_steps": steps, "learning_rate": learning_rate, "warmup_steps": 0.1, "weight_decay": 0.01, "seed": seed}
+    return {"data": data, "model": model, "training": training_section(cell, folder, **own)}
 
 
 def shared_checkpoint(cell: dict[str, Any], runs: Path) -> Path:
-    """
-    The shared dense checkpoint; a training that was interrupted goes on, one of another process is waited for.
-
-    Args:
-        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`].
-        runs (`Path`): Folder of all checkpoints.
-    """
-    own = ("max_steps", "learning_rate", "seed")
-    shared = {item.name: cell[item.name] for item in fields(ContinuedSettings) if item.name in cell}
-    shared = {name: value for name, value in shared.items() if name not in own}
-    key = zlib.crc32(json.dumps(shared, sort_keys=True).encode())
-    path, start = runs / f"checkpoint_{key:08x}", runs / f"start_{key:08x}"
-    with FileLock(f"{path}.lock"):
-        if (path / METRICS_NAME).is_file():
+    """The shared dense checkpoint in `runs`; a training that was interrupted goes on."""
+    own = ("max_steps", "learning_rate", "seed", "seeds")
+    shared = {item.name: cell[item.name] for item in fields(ContinuedSettings) if item.name not in own}
+    with made_once(runs, "checkpoint", shared) as (path, there):
+        if there:
             return path
+        start = path.with_name(path.name.replace("checkpoint", "start"))
         if not (start / "tokenizer.json").is_file():
             _with_unigram_head(cell, start)
-        recipe = _recipe(cell, path, str(start), cell["checkpoint_steps"], cell["checkpoint_learning_rate"])
+        steps, rate = cell["checkpoint_steps"], cell["checkpoint_learning_rate"]
+        recipe = _recipe(cell, path, str(start), steps, rate, 0)
         # Not the text of the cell that happens to need it first.
-        recipe["data"]["max_tokens"] = cell["checkpoint_steps"] * cell["batch_size"] * cell["max_length"]
+        recipe["data"]["max_tokens"] = steps * cell["batch_size"] * cell["max_length"]
         recipe["data"]["resume"] = path.is_dir()
         recipe["model"]["pattern"] = "dense"
-        recipe["training"] |= {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1, "seed": 0}
+        recipe["training"] |= {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1}
         pretrain(recipe)
     return path
 
@@ -219,60 +198,3 @@ def _with_unigram_head(cell, path):
         model.get_output_embeddings().bias.copy_(((counts + 0.1) / (counts + 0.1).sum()).log())
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def mean_of_draws(
-    finished: Mapping[str, dict[str, Any]], metric: str, *names: str
-) -> dict[tuple[str, ...], dict[int, float]]:
-    """
-    A metric by settings, and then by seed, of the cells that have it. Random masks are one system: the mean over the
-    draws of a seed.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        metric (`str`): Name of the metric.
-        names (`str`): Names of the settings, such as `"task"` and `"system"`.
-
-    Returns:
-        `dict[tuple, dict[int, float]]`
-    """
-    drawn: dict[tuple[str, ...], dict[int, list[float]]] = {}
-    for cell in (cell for cell in finished.values() if metric in cell["metrics"]):
-        settings = cell["settings"]
-        key = tuple(settings[name].partition(", draw ")[0] for name in names)
-        drawn.setdefault(key, {}).setdefault(settings["seed"], []).append(cell["metrics"][metric])
-    return {key: {seed: statistics.fmean(values) for seed, values in found.items()} for key, found in drawn.items()}
-
-
-def loss_table(finished: Mapping[str, dict[str, Any]], title: str, baseline: str) -> Table:
-    """
-    Held-out loss of masked tokens by system: mean over seeds and paired difference to a baseline.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell. The settings have `"system"` and `"seed"`.
-        title (`str`): Title of the table.
-        baseline (`str`): Name of the system that the others are compared with.
-
-    Returns:
-        [`Table`]: Systems with the lowest loss first.
-    """
-    losses: dict[str, dict[int, float]] = {}
-    removed: dict[str, list[float]] = {}
-    for cell in finished.values():
-        system, seed = cell["settings"]["system"], cell["settings"]["seed"]
-        losses.setdefault(system, {})[seed] = cell["metrics"]["mlm_loss"]
-        removed.setdefault(system, []).append(cell["metrics"]["sparsity"])
-    pairs = {name: (ours, losses.get(baseline, {})) for name, ours in losses.items() if name != baseline}
-    compared = compare_seeds(pairs, 3)
-    rows = []
-    for system, ours in sorted(losses.items(), key=lambda item: statistics.fmean(item[1].values())):
-        row = {"system": system, "removed": f"{statistics.fmean(removed[system]):.1%}"}
-        row["MLM loss"] = mean_text(ours.values(), 3)
-        if system in compared:
-            row[f"minus {baseline}"], row["p (Holm)"] = compared[system]
-        rows.append(row | {"seeds": str(len(ours))})
-    notes = (
-        "MLM loss: on held-out text, through the frozen mask; ±: deviation over seeds, which vary the order of the "
-        f"text, the masking, random masks and searches, and not the checkpoint or the held-out text; {COMPARED}",
-    )
-    return Table.of(title, rows, notes)

@@ -37,17 +37,6 @@ def pattern_cells(
     """
     Make a cell for each level of each pattern: strided and fixed cycles in all head configurations, star and random.
 
-    Args:
-        strides (`list[int]`): Strides w of the cycles.
-        windows (`list[int]`): Window sizes w of the star.
-        sparsities (`list[float]`): Fractions of entries to remove at random.
-        star (`str`, *optional*, defaults to `"star_cycle"`): Name of the pattern that serves as the star.
-        dense (`bool`, *optional*, defaults to `True`): Whether to add a cell without a mask.
-        relay (`int`, *optional*): Position of the relay of a second star, `star_relay`.
-
-    Returns:
-        `dict[str, dict]`: By name of the cell, `"series"` (the pattern, whatever its level), `"pattern"`,
-        `"pattern_kwargs"` and `"head_configuration"`.
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1.
     """
     cells: dict[str, dict[str, Any]] = {}

@@ -1,11 +1,15 @@
-"""Sections of the recipe that a cell runs, shared by all experiments that train from a recipe."""
+"""Recipes of cells: their sections, checks of what they name, and folders that one cell makes for several."""
 
 import functools
 import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from sparsebert.checks import check_range, nearest
 from sparsebert.data.documents import load_documents
@@ -27,19 +31,12 @@ _TRAINING = (
     "optim",
     "seed",
 )
+# How long the first cell waits for what later cells use too.
+SHARED = ("shared_seconds", "shared_cpu_seconds")
 
 
 def model_section(cell: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """
-    Make the section `model` of a recipe.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        model (`dict`): Further fields of [`SparseBertConfig`].
-
-    Returns:
-        `dict`: Fields of the section.
-    """
+    """The section `model` of a recipe that trains from the start, with further fields."""
     return {
         "vocab_size": cell["vocab_size"],
         "hidden_size": cell["hidden_size"],
@@ -56,26 +53,18 @@ def model_section(cell: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def training_section(cell: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """
-    Make the section `training` of a recipe.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`str` or `Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Fields of the section.
-    """
+def training_section(cell: dict[str, Any], folder: str | Path, **own: Any) -> dict[str, Any]:
+    """The section `training` of a recipe for a cell with `max_steps`, `batch_size` and `bf16`."""
+    fields = {name: cell[name] for name in _TRAINING if name in cell} | own
+    fields |= {f"per_device_{part}_batch_size": cell["batch_size"] for part in ("train", "eval")}
     return (
-        {name: cell[name] for name in _TRAINING if name in cell}
+        fields
         | precision(cell["bf16"])
         | {
             "output_dir": str(folder),
-            "per_device_train_batch_size": cell["batch_size"],
-            "per_device_eval_batch_size": cell["batch_size"],
-            "logging_steps": max(cell["max_steps"] // 20, 1),
+            "logging_steps": max(fields["max_steps"] // 20, 1),
             "save_strategy": "no",
+            "report_to": "none",
             "dataloader_pin_memory": torch.cuda.is_available(),
             "disable_tqdm": True,
         }
@@ -83,31 +72,14 @@ def training_section(cell: dict[str, Any], folder: str | Path) -> dict[str, Any]
 
 
 def precision(bf16: bool) -> dict[str, Any]:
-    """
-    The fields of `TrainingArguments` for a precision. Without a GPU they accept bfloat16 only with `use_cpu`.
-
-    Args:
-        bf16 (`bool`): Whether to train in bfloat16 (autocast).
-    """
+    """The fields of `TrainingArguments` for bfloat16 (autocast), which they accept without a GPU only on the CPU."""
     return {"bf16": True, "use_cpu": not torch.cuda.is_available()} if bf16 else {}
 
 
 def finetuned(
     data: dict[str, Any], training: dict[str, Any], output_dir: Path, bf16: bool, model: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """
-    Fine-tune with what all cells have in common: scores on the validation split alone, no baseline, no checkpoints.
-
-    Args:
-        data (`dict`): Fields of the section `data` of the recipe.
-        training (`dict`): Fields of the section `training`.
-        output_dir (`Path`): Output folder of the run.
-        bf16 (`bool`): Whether to train in bfloat16 (autocast).
-        model (`dict`, *optional*): Fields of the section `model`.
-
-    Returns:
-        `dict`: Metrics of the fine-tuning.
-    """
+    """The metrics of a fine-tuning: scores on the validation split alone, no baseline, no checkpoints."""
     data = data | {"test_split": [], "simple_baseline": False, "skip_bad": True}
     training = training | {"output_dir": str(output_dir), "save_strategy": "no", "report_to": "none"}
     training |= {"disable_tqdm": True, "dataloader_pin_memory": False} | precision(bf16)
@@ -115,32 +87,29 @@ def finetuned(
     return json.loads((output / METRICS_NAME).read_text())
 
 
-def check_steps(cell: dict[str, Any]) -> None:
+@contextmanager
+def made_once(
+    folder: Path, name: str, settings: dict[str, Any], last: str = METRICS_NAME
+) -> Iterator[tuple[Path, bool]]:
     """
-    Check the training of a cell.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If the number of steps or a batch size is below 1.
+    The folder `name_KEY` of what cells with these settings share, and whether it is there already, with the file that
+    is written `last`. What another process makes is waited for.
     """
-    for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
-        check_range(name, cell[name], 1)
+    path = folder / f"{name}_{zlib.crc32(json.dumps(settings, sort_keys=True).encode()):08x}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        yield path, (path / last).is_file()
 
 
-def check_texts(cell: dict[str, Any]) -> None:
-    """
-    Check that the text files of a cell exist, are of a known format and hold text; Hub datasets are not looked up.
+def check_least(cell: dict[str, Any], least: int, *names: str) -> None:
+    """Check that these settings are whole numbers of at least `least`."""
+    for name in names:
+        check_range(name, cell[name], least)
 
-    Args:
-        cell (`dict`): Settings of the cell, with `"text"` and `"validation"`.
 
-    Raises:
-        ValueError: If a file has another suffix, or there is no text.
-        FileNotFoundError: If a file does not exist.
-    """
-    for name in ("text", "validation"):
+def check_texts(cell: dict[str, Any], *names: str) -> None:
+    """Check that text files exist, are of a known format and hold text; Hub datasets are not looked up."""
+    for name in names or ("text", "validation"):
         check_text_files(name, cell[name])
         _check_not_empty(name, json.dumps(cell[name]))
 
@@ -157,16 +126,9 @@ def _check_not_empty(name, source):
 
 
 def check_task(cell: dict[str, Any]) -> None:
-    """
-    Check that there is the task of a cell, with data to train on and to evaluate on.
-
-    Args:
-        cell (`dict`): Settings of the cell, with `"task"` and `"data"`.
-
-    Raises:
-        ValueError: If the task is unknown, or a split is missing.
-        OSError: If there is no such folder.
-    """
+    """Check that there is the task of a cell, if it has one, with data to train on and to evaluate on."""
+    if cell["task"] is None:
+        return
     if cell["task"] not in TASKS:
         raise nearest("task", str(cell["task"]), list(TASKS))
     options = FinetuningArguments(task=cell["task"], data=cell["data"], test_split=[])

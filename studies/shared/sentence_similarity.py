@@ -4,12 +4,14 @@ Sentence embeddings of an encoder without fine-tuning, and their score on pairs 
 Letters: N sentences, B batch, n length, D hidden size.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.stats import spearmanr
 
 from sparsebert.attention.model_masks import sparse_attention_of
+from sparsebert.data.tasks import glue
 from sparsebert.training.finetuning.task_models import input_sparsity
 
 
@@ -18,21 +20,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def check_pairs(stsb: str) -> None:
+    """Check that there is a folder with the validation split of STS-B."""
+    if not Path(stsb).is_dir():
+        raise FileNotFoundError(f"stsb: there is no folder {stsb!r}")
+    if "validation" not in glue.splits("stsb", stsb):
+        raise ValueError(f"stsb {stsb} lacks the file of the validation split")
+
+
+def read_pairs(stsb: str) -> "datasets.Dataset":
+    """The validation split of STS-B: `text`, `text_pair` and `label`."""
+    return glue.load("stsb", stsb, ["validation"])["validation"]
+
+
 def embed(
     model: Any, tokenizer: "PreTrainedTokenizerBase", sentences: list[str], max_length: int = 128, batch_size: int = 64
 ) -> tuple[torch.Tensor, list[int]]:
     """
-    Embed sentences as vectors of length 1.
-
-    Args:
-        model (`PreTrainedModel`): Base model.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        sentences (`list[str]`): N sentences.
-        max_length (`int`, *optional*, defaults to 128): Length in tokens to which sentences are truncated.
-        batch_size (`int`, *optional*, defaults to 64): Number of sentences per batch, B.
-
-    Returns:
-        `tuple`: `torch.Tensor` of shape `(N, D)`, float32 on the CPU, and the `list` of N lengths in tokens.
+    Embed sentences as vectors of length 1: `(N, D)`, float32 on the CPU, and their lengths in tokens, at most
+    `max_length`.
     """
     encoded = tokenizer(sentences, truncation=True, max_length=max_length, return_token_type_ids=False)
     lengths = [len(ids) for ids in encoded["input_ids"]]
@@ -50,26 +56,21 @@ def embed(
     return result, lengths
 
 
+def embed_pairs(model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset") -> Any:
+    """[`embed`] of both sentences of every pair: first all first ones."""
+    return embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
+
+
 def similarity(
     model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset", dense: torch.Tensor | None = None
-) -> tuple[dict[str, float], torch.Tensor]:
+) -> dict[str, float]:
     """
-    How well the cosines of a model's embeddings rank the pairs of STS-B.
-
-    Args:
-        model (`PreTrainedModel`): Base model.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        pairs (`datasets.Dataset`): Sentence pairs in the columns `text`, `text_pair` and `label`.
-        dense (`torch.Tensor`, *optional*): Embeddings of the dense model.
-
-    Returns:
-        `tuple`: A `dict` with the fraction that the model's mask removes at its own length (`"sparsity"`) and on these
-        sentences (`"input_sparsity"`), the `"cosine"` of the embeddings with those of the dense model and its 5 %
-        quantile (`"cosine_5"`), and Spearman's correlation of the cosines of the pairs with their labels
-        (`"spearman"`); and the embeddings.
+    How well the cosines of a model's embeddings rank the pairs of STS-B: Spearman's correlation with the labels
+    (`"spearman"`); the fraction that the model's mask removes at its own length (`"sparsity"`) and on these sentences
+    (`"input_sparsity"`); the `"cosine"` of the embeddings with the `dense` ones and its 5 % quantile (`"cosine_5"`).
     """
     count = len(pairs)
-    embeddings, lengths = embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
+    embeddings, lengths = embed_pairs(model, tokenizer, pairs)
     cosines = (embeddings[:count] * embeddings[count:]).sum(-1)
     mask = getattr(sparse_attention_of(model), "mask", None)
     agreement = torch.ones(2 * count) if dense is None else (embeddings * dense).sum(-1)
@@ -79,4 +80,4 @@ def similarity(
         "cosine": agreement.mean().item(),
         "cosine_5": agreement.quantile(0.05).item(),
         "spearman": float(spearmanr(cosines, pairs["label"]).statistic),
-    }, embeddings
+    }

@@ -16,19 +16,7 @@ HELD_OUT = 0.25
 
 
 def find_splits(task: str, data: str | None) -> tuple[str, str]:
-    """
-    Choose the splits to train on and to evaluate on. If the folder has only one file, this is divided.
-
-    Args:
-        task (`str`): `"squad"`, `"squad_v2"` or `"swag"`.
-        data (`str`, *optional*): Folder with the task's files; by default the Hub, which is not contacted.
-
-    Returns:
-        `tuple[str, str]`: The two splits, which are the same if there is one file.
-    Raises:
-        ValueError: If there is no file, or there are several, but none to train on or none to evaluate on.
-        FileNotFoundError: If there is no such folder.
-    """
+    """Choose the splits to train on and to evaluate on. If the folder has only one file, this is divided."""
     available = TASKS[task].splits(data)
     if len(available) == 1:
         return available[0], available[0]
@@ -43,23 +31,7 @@ def find_splits(task: str, data: str | None) -> tuple[str, str]:
 
 
 def write_parts(task: str, data: str | None, folder: Path, num_train: int, num_validation: int) -> tuple[int, int]:
-    """
-    Write some rows of a task, always the same ones, in its original format.
-
-    Args:
-        task (`str`): `"squad"`, `"squad_v2"` or `"swag"`.
-        data (`str`, *optional*): Folder with the task's files. If it has only one, a quarter of its contexts are to
-            evaluate on. By default the Hub.
-        folder (`Path`): Folder to write to.
-        num_train (`int`): Maximum number of rows to train on.
-        num_validation (`int`): Maximum number of rows to evaluate on.
-
-    Returns:
-        `tuple[int, int]`: The number of rows to train on and to evaluate on.
-    Raises:
-        ValueError: If a split is missing, has no labels, or is too small to be divided.
-        OSError: If a file cannot be read.
-    """
+    """Write some rows of a task, always the same ones, in its original format."""
     train, validation = find_splits(task, data)
     loaded = TASKS[task].load(data=data, splits=list(dict.fromkeys((train, validation))), skip_bad=True)
     for split in loaded:

@@ -1,14 +1,9 @@
-"""Cells that pre-train on text: their settings, one tokenizer for all of them, and the run of a cell."""
+"""Cells that pre-train on text from the start: their settings, one tokenizer for all of them, and their runs."""
 
-import os
-import tempfile
 import time
-import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from sparsebert.checks import check_range
 from sparsebert.data.documents import load_documents
@@ -18,10 +13,15 @@ from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.training.pretraining.pretraining_run import pretrain
 
-from .recipe_sections import check_steps, check_texts, model_section, training_section
+from .recipe_sections import SHARED, check_least, check_texts, made_once, model_section, training_section
 
 
 TOKENIZER_CHARACTERS = 5_000_000
+# Settings of a model that is trained in seconds, for tests.
+SMALLEST = {
+    "vocab_size": 150, "max_length": 16, "max_validation_tokens": 1000, "hidden_size": 16, "num_layers": 2,
+    "num_heads": 4, "intermediate_size": 16, "max_steps": 2, "batch_size": 4,
+}  # fmt: skip
 
 
 @dataclass
@@ -68,24 +68,8 @@ class TextSettings:
     seeds: list[int] = field(default_factory=lambda: [0])
 
 
-def text_fields(settings: TextSettings) -> dict[str, Any]:
-    """The fields of [`TextSettings`] as a dictionary, without the seeds and the fields of a subclass."""
-    return {item.name: getattr(settings, item.name) for item in fields(TextSettings) if item.name != "seeds"}
-
-
 def fixed_mask(cell: dict[str, Any], model: dict[str, Any]) -> SparseMask:
-    """
-    The mask of a cell with a pattern.
-
-    Args:
-        cell (`dict`): Settings of the cell, with the fields of [`TextSettings`].
-        model (`dict`): Further fields of [`SparseBertConfig`], including a pattern.
-
-    Returns:
-        [`SparseMask`]
-    Raises:
-        ValueError: If there is no such model.
-    """
+    """The mask of a cell; `model` has the pattern, among further fields of [`SparseBertConfig`]."""
     config = SparseBertConfig(**model_section(cell, model))
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(f"hidden_size must be a multiple of num_heads {cell['num_heads']}, got {cell['hidden_size']}")
@@ -93,55 +77,27 @@ def fixed_mask(cell: dict[str, Any], model: dict[str, Any]) -> SparseMask:
 
 
 def check_text(cell: dict[str, Any], model: dict[str, Any]) -> None:
-    """
-    Check that a cell can be pre-trained.
-
-    Args:
-        cell (`dict`): Settings of the cell, with the fields of [`TextSettings`].
-        model (`dict`): Further fields of [`SparseBertConfig`], including a pattern.
-
-    Raises:
-        ValueError: If a setting is out of its range, or there is no such model.
-        OSError: If there is no such text.
-    """
-    check_steps(cell)
+    """Check that a cell can be pre-trained; `model` has the pattern."""
+    check_least(cell, 1, "max_steps", "batch_size", "gradient_accumulation_steps")
     check_range("max_validation_tokens", cell["max_validation_tokens"], 1)
     fixed_mask(cell, model)
     check_texts(cell)
 
 
-# How long the first cell waits for what later cells use too.
-SHARED = ("shared_seconds", "shared_cpu_seconds")
-
-
 def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: bool = False) -> dict[str, Any]:
-    """
-    Pre-train the model of a cell.
-
-    Args:
-        cell (`dict`): Settings of the cell, with the fields of [`TextSettings`].
-        folder (`Path`): Output folder of the run; a trained tokenizer is saved beside it.
-        model (`dict`): Further fields of [`SparseBertConfig`].
-        nsp (`bool`, *optional*, defaults to `False`): Whether to train on next-sentence pairs too.
-
-    Returns:
-        `dict`: Metrics of [`pretrain`], and those of `SHARED`.
-    """
+    """The metrics of the pre-training of a cell, and those of `SHARED`. A trained tokenizer is saved beside it."""
     start, cpu = time.perf_counter(), time.process_time()
     tokenizer = cell["tokenizer"]
     if tokenizer is None:
-        key = zlib.crc32(repr((cell["text"], cell["validation"], cell["vocab_size"])).encode())
-        tokenizer = folder.parent / f"tokenizer_{key:08x}"
-        with FileLock(f"{tokenizer}.lock"):
-            if not tokenizer.is_dir():
+        shared = {name: cell[name] for name in ("text", "validation", "vocab_size")}
+        with made_once(folder.parent, "tokenizer", shared, "tokenizer.json") as (tokenizer, there):
+            if not there:
                 documents = load_documents(cell["text"], "train" if cell["validation"] is None else "all")
                 trained = train_tokenizer(documents, cell["vocab_size"], max_characters=TOKENIZER_CHARACTERS)
-                with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-                    trained.save_pretrained(Path(place, "tokenizer"))
-                    os.replace(Path(place, "tokenizer"), tokenizer)
-    shared = dict(zip(SHARED, (time.perf_counter() - start, time.process_time() - cpu), strict=True))
+                trained.save_pretrained(tokenizer)
+    waited = dict(zip(SHARED, (time.perf_counter() - start, time.process_time() - cpu), strict=True))
     sequences = cell["max_steps"] * cell["batch_size"] * cell["gradient_accumulation_steps"]
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
     data |= {"tokenizer": str(tokenizer), "nsp": nsp, "max_tokens": sequences * cell["max_length"], "pictures": False}
     recipe = {"data": data, "model": model_section(cell, model), "training": training_section(cell, folder)}
-    return pretrain(recipe) | shared
+    return pretrain(recipe) | waited

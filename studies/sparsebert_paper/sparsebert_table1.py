@@ -4,7 +4,6 @@ plateau.
 """
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,10 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 
-from ..harness.experiment import Experiment
+from ..harness.comparisons import by_seed, loss_table
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.result_charts import plot_importance, plot_values
-from ..shared.continued_pretraining import (
-    ContinuedSettings,
-    check_continued,
-    continue_training,
-    continued_fields,
-    loss_table,
-    mean_of_draws,
-)
+from ..shared.continued_pretraining import PAPER, SMALLEST, ContinuedSettings, check_continued, continue_training
 
 
 # P averaged over heads and layers, `(n, n)` float16 under the key "probs", which is kept of a search.
@@ -51,32 +44,21 @@ class ImportanceStudy(ContinuedSettings):
     draws: int = 3
 
 
-def cells(settings: ImportanceStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    common = continued_fields(settings) | {"mask_logit_scale": settings.mask_logit_scale}
+def _cells(settings):
     check_range("search_steps", settings.search_steps, 1)
-    soft = {"system": "soft", "model": {"search": "soft"}, "max_steps": settings.search_steps}
-    search: dict[str, dict[str, Any]] = {"soft": soft}
+    common = common_settings(settings, "search_steps", "draws")
+    soft = {"soft": {"system": "soft", "model": {"search": "soft"}, "max_steps": settings.search_steps}}
     return {
         f"{name}_seed_{seed}": common | system | {"seed": seed}
         for seed in settings.seeds
-        for name, system in (search | without_positions(seed, settings.draws)).items()
+        for name, system in (soft | without_positions(seed, settings.draws)).items()
     }
 
 
 def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
     """
-    What is compared: all positions, all but the diagonal, and all but as many random ones.
-
-    Args:
-        seed (`int`): Seed of the cells.
-        draws (`int`): Number of random masks.
-
-    Returns:
-        `dict[str, dict]`: `"system"` and `"model"`, by the name of the cell without its seed.
-
-    Raises:
-        ValueError: If `draws` is negative.
+    What is compared: all positions, all but the diagonal, and all but as many random ones, `draws` times. `"system"`
+    and `"model"`, by the name of the cell without its seed.
     """
     check_range("draws", draws, 0)
     systems: dict[str, dict[str, Any]] = {
@@ -88,20 +70,16 @@ def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
     return systems
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Continue the pre-training, and read P by group of positions if there is a search.
+def _model(cell):
+    """The fields of the mask: in a search P as it is, without a penalty, what attention wants to look at."""
+    soft = {"mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
+    return cell["model"] | (soft if cell["system"] == "soft" else {})
 
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
 
-    Returns:
-        `dict`: Metrics; those of a search have the interval of each group over the heads.
-    """
+def _run(cell, folder):
     if cell["system"] != "soft":
-        return continue_training(cell, folder, model=cell["model"])
-    metrics = continue_training(cell, folder, {"freeze_threshold": 0.5}, cell["model"] | _of_search(cell))
+        return continue_training(cell, folder, model=_model(cell))
+    metrics = continue_training(cell, folder, {"freeze_threshold": 0.5}, _model(cell))
     probs = load_file(folder / MASK_PROBS_NAME)["probs"]  # (H, n, n)
     for name, values in head_groups(probs, "first_last", OFFSET_GROUPS).items():
         low, high = estimate(values.reshape(1, -1))["over_heads"]
@@ -109,51 +87,16 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def _of_search(cell):
-    """P as it is, without a penalty: what attention wants to look at."""
-    return {"mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
-
-
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or text.
-    """
-    check_continued(cell | {"model": cell["model"] | (_of_search(cell) if cell["system"] == "soft" else {})})
-
-
-def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
-    """
-    P of a search, averaged over heads and layers.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict[str, bytes]`: One file, or none if there is no P.
-    """
+def _keep(cell, folder):
+    """P of a search, averaged over heads and layers."""
     path = folder / MASK_PROBS_NAME
     if cell["system"] != "soft" or not path.is_file():
         return {}
     return {MEAN_PROBS_NAME: save({"probs": load_file(path)["probs"].mean(0).half()})}
 
 
-def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path) -> None:
-    """
-    Draw P averaged over the heads and the seeds.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        kept (`Path`): Folder with what was kept of each cell.
-        path (`Path`): Image to write. Nothing is written if no P was kept.
-    """
+def _draw_probs(finished: Cells, kept: Path, path: Path) -> None:
+    """P averaged over the heads and the seeds."""
     files = [kept / name / MEAN_PROBS_NAME for name, cell in finished.items() if cell["settings"]["system"] == "soft"]
     probs = [load_file(file)["probs"].float() for file in files if file.is_file()]
     if probs:
@@ -161,18 +104,14 @@ def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path) -> None
         plot_importance(torch.stack([seed for seed in probs if seed.shape == probs[0].shape]), path)
 
 
-def draw_losses(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot how much more the masked tokens cost than with dense attention and the same batches.
+def _others(finished):
+    """The cells without a search."""
+    return {name: cell for name, cell in finished.items() if cell["settings"]["system"] != "soft"}
 
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write. Nothing is written if no seed has dense attention.
-        title (`str`): Title of the figure.
-    """
-    losses: dict[str, dict[int, float]] = {}
-    for cell in _mean_of_draws(finished).values():
-        losses.setdefault(cell["settings"]["system"], {})[cell["settings"]["seed"]] = cell["metrics"]["mlm_loss"]
+
+def _draw_losses(finished: Cells, path: Path, title: str) -> None:
+    """How much more the masked tokens cost than with dense attention and the same batches."""
+    losses = by_seed(_others(finished), "mlm_loss", "system")
     if dense := losses.get("dense"):
         panel = {
             system: [found[seed] - dense[seed] for seed in found.keys() & dense.keys()]
@@ -182,16 +121,8 @@ def draw_losses(finished: Mapping[str, dict[str, Any]], path: Path, title: str) 
         plot_values({"MLM loss minus that of dense attention": panel}, path, title, "dense")
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    P by group of positions, and the losses.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`
-    """
+def _summary(finished: Cells) -> list[Table]:
+    """P by group of positions, and the losses."""
     searches = [cell for cell in finished.values() if cell["settings"]["system"] == "soft"]
     rows = [{"seed": str(cell["settings"]["seed"])} for cell in searches]
     over_seeds = {"seed": "all"}
@@ -210,36 +141,16 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     note += "positions start at 0.5"
     tables = [Table.of("P by group of positions (Figure 2)", rows, (note,))] if rows else []
     title = "Removing the diagonal or as much at random, mean of the draws of a seed (Table 1)"
-    return [*tables, loss_table(_mean_of_draws(finished), title, "dense")]
-
-
-def _mean_of_draws(finished):
-    """The cells without a search, with one for all draws of a seed: they are one system, whatever their numbers."""
-    losses, sparsities = (mean_of_draws(finished, metric, "system") for metric in ("mlm_loss", "sparsity"))
-    return {
-        f"{system}_seed_{seed}": {
-            "settings": {"system": system, "seed": seed},
-            "metrics": {"mlm_loss": loss, "sparsity": sparsities[system,][seed]},
-        }
-        for (system,), by_seed in losses.items()
-        for seed, loss in by_seed.items()
-        if system != "soft"
-    }
+    return [*tables, loss_table(_others(finished), title, "dense")]
 
 
 EXPERIMENT = Experiment(
     title="Which positions can go ([S] Table 1, Figure 2)",
     arguments=ImportanceStudy,
-    scales={
-        "tiny": {},
-        "paper": {
-            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
-            "search_steps": 10_000,
-        },
-    },
-    cells=cells,
-    check=check,
-    run=run,
+    scales={"tiny": {}, "paper": PAPER | {"search_steps": 10_000}},
+    cells=_cells,
+    check=lambda cell: check_continued(cell, _model(cell)),
+    run=_run,
     columns={
         "mlm_loss": ("MLM loss", "{:.3f}"),
         "p_diagonal": ("P diagonal", "{:.3f}"),
@@ -251,14 +162,11 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("seed", "mlm_loss", "system"),
-    draw=draw_losses,
-    published={
-        "dense": {"glue": 83.8},
-        "no_diag": {"glue": 83.9},
-        "random_drop_0": {"glue": 83.4},
-    },
+    draw=_draw_losses,
+    published={"dense": {"glue": 83.8}, "no_diag": {"glue": 83.9}, "random_drop_0": {"glue": 83.4}},
     notes=("The paper's figures are GLUE dev averages after full fine-tuning; ours are held-out losses",),
-    summary=summary,
-    keep=keep,
-    pictures={"figure2": draw},
+    summary=_summary,
+    keep=_keep,
+    pictures={"figure2": _draw_probs},
+    smallest=SMALLEST | {"search_steps": 2},
 )

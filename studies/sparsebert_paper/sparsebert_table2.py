@@ -4,33 +4,21 @@ and a model that has left the plateau.
 """
 
 import json
-import statistics
 import time
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
 
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.files import METRICS_NAME
 from sparsebert.training.runs.run_checks import check_training
 
-from ..harness.experiment import Experiment
+from ..harness.comparisons import against, by_seed, draw_panels, mean, nested
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.kept_files import FINISHED_NAME
-from ..harness.result_charts import plot_values
-from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
-from ..shared.continued_pretraining import (
-    ContinuedSettings,
-    check_continued,
-    continue_training,
-    continued_fields,
-    mean_of_draws,
-)
-from ..shared.recipe_sections import finetuned
+from ..harness.seed_comparisons import COMPARED, mean_text
+from ..shared.continued_pretraining import PAPER, SMALLEST, ContinuedSettings, check_continued, continue_training
+from ..shared.recipe_sections import check_least, finetuned, made_once
 from ..shared.task_parts import find_splits, write_parts
 from .sparsebert_table1 import without_positions
 
@@ -88,13 +76,11 @@ _TRAINING = {
 }
 
 
-def cells(settings: TasksStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+def _cells(settings):
     folders = {task: getattr(settings, name) for name, task in FOLDERS.items()}
     if any(folders.values()):
         folders = {task: data for task, data in folders.items() if data is not None}
-    common = continued_fields(settings)
-    common |= {name: getattr(settings, name) for name in ("max_train_examples", "max_validation_examples", *_TRAINING)}
+    common = common_settings(settings, "draws", *FOLDERS)
     return {
         f"{task}_{name}_seed_{seed}": common | {"task": task, "data": data} | system | {"seed": seed}
         for seed in settings.seeds
@@ -103,22 +89,10 @@ def cells(settings: TasksStudy) -> dict[str, dict[str, Any]]:
     }
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range, or a task has nothing to train on or to evaluate on.
-        OSError: If there is no such model, text or folder.
-    """
-    for name in ("max_train_examples", "max_validation_examples"):
-        check_range(name, cell[name], 1)
-    for name, low, kinds in (("task_batch_size", 1, int), ("task_learning_rate", 0, (int, float))):
-        if cell[name] is not None:
-            check_range(name, cell[name], low, kinds=kinds)
+def _check(cell):
+    check_least(cell, 1, "max_train_examples", "max_validation_examples")
+    if cell["task_batch_size"] is not None:
+        check_range("task_batch_size", cell["task_batch_size"], 1)
     check_training({field: cell[name] for name, field in _TRAINING.items()})
     if cell["data"] is not None and not Path(cell["data"]).is_dir():
         field = next(name for name, task in FOLDERS.items() if task == cell["task"])
@@ -127,17 +101,8 @@ def check(cell: dict[str, Any]) -> None:
     check_continued(cell)
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Continue the pre-training, unless that was done for another cell, then fine-tune and score on the validation part.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell. The model is beside it, or that of Table 1, for all tasks.
-
-    Returns:
-        `dict`: Metrics.
-    """
+def _run(cell, folder):
+    """Continue the pre-training, unless that was done for another cell, then fine-tune and score."""
     _, num_validation = write_parts(
         cell["task"], cell["data"], folder / "data", cell["max_train_examples"], cell["max_validation_examples"]
     )
@@ -159,43 +124,25 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _continued(cell, runs):
-    """The model that went on from the checkpoint as the cell says; one of another process is waited for."""
-    names = [item.name for item in fields(ContinuedSettings) if item.name != "seeds"]
+    """The model that went on from the checkpoint as the cell says, for all tasks, or that of Table 1."""
+    names = common_settings(ContinuedSettings(), of=ContinuedSettings)
     own = {name: cell[name] for name in (*names, "model", "seed")}
     for made in sorted(runs.parent.glob(f"sparsebert_table1_*/*/{FINISHED_NAME}")):
         settings = json.loads(made.read_text())["settings"]
         if {name: settings.get(name) for name in own} == own and (made.parent / "model.safetensors").is_file():
             return made.parent
-    path = runs / f"model_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
-    with FileLock(f"{path}.lock"):
-        if not (path / METRICS_NAME).is_file():
+    with made_once(runs, "model", own) as (path, there):
+        if not there:
             continue_training(own, path, {"overwrite": True}, cell["model"])
     return path
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Scores by task and system beside the paper's, and the paired difference of each system to dense.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: One table.
-    """
-    exact, answerable = (mean_of_draws(finished, metric, "task", "system") for metric in _QUESTIONS)
-    examples = mean_of_draws(finished, "train_examples", "task", "system")
-    removed = mean_of_draws(finished, "input_sparsity", "task", "system")
-    scores = {
-        key: {seed: 100 * value for seed, value in seeds.items()}
-        for key, seeds in mean_of_draws(finished, "score", "task", "system").items()
-    }
-    pairs = {
-        (task, system): (values, scores.get((task, "dense"), {}))
-        for (task, system), values in scores.items()
-        if system != "dense"
-    }
-    compared = compare_seeds(pairs, 1)
+def _summary(finished: Cells) -> list[Table]:
+    """Scores by task and system beside the paper's, and the paired difference of each system to dense."""
+    exact, answerable = (by_seed(finished, metric, "task", "system", times=100) for metric in _QUESTIONS)
+    examples, removed = (by_seed(finished, name, "task", "system") for name in ("train_examples", "input_sparsity"))
+    scores = by_seed(finished, "score", "task", "system", times=100)
+    compared = against(scores, 1, lambda key: (key[0], "dense"))
     rows = []
     for task, systems in PUBLISHED.items():
         if not any(key[0] == task for key in scores):
@@ -203,16 +150,15 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         for system, published in systems.items():
             if (key := (task, system)) not in scores:
                 continue
-            row = {"task": NAMES[task], "system": system}
-            row["training examples"] = f"{statistics.fmean(examples[key].values()):,.0f}"
-            row["removed"] = f"{statistics.fmean(removed[key].values()):.1%}"
-            row |= {"score": mean_text(scores[key].values(), 1), "score, paper": f"{100 * published[0]:.1f}"}
+            row = {"task": NAMES[task], "system": system, "training examples": f"{mean(examples[key]):,.0f}"}
+            row |= {"removed": f"{mean(removed[key]):.1%}", "score": mean_text(scores[key].values(), 1)}
+            row["score, paper"] = f"{100 * published[0]:.1f}"
             if key in exact:
-                row["exact match"] = mean_text([100 * value for value in exact[key].values()], 1)
+                row["exact match"] = mean_text(exact[key].values(), 1)
                 row["exact match, paper"] = f"{100 * published[1]:.1f}"
             # Always there, so that the column is beside the others of questions. Older results lack the metric.
             whole = answerable.get(key, {}).keys() == scores[key].keys()
-            row["F1, answerable"] = mean_text([100 * v for v in answerable[key].values()], 1) if whole else ""
+            row["F1, answerable"] = mean_text(answerable[key].values(), 1) if whole else ""
             row["minus dense"], row["p (Holm)"] = compared.get(key, ("", ""))
             rows.append(row | {"seeds": str(len(scores[key]))})
     notes = (
@@ -226,19 +172,9 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Removing the diagonal or as many entries at random, on tasks (Table 2)", rows, notes)]
 
 
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot the scores of every system, a panel per task.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
-    panels: dict[str, dict[str, list[float]]] = {}
-    for (task, system), seeds in mean_of_draws(finished, "score", "task", "system").items():
-        panels.setdefault(f"{NAMES[task]}, score", {})[system] = [100 * score for score in seeds.values()]
-    plot_values(panels, path, title, "dense")
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    scores = nested(by_seed(finished, "score", "task", "system", times=100))
+    draw_panels({f"{NAMES[task]}, score": systems for task, systems in scores.items()}, path, title, "dense")
 
 
 EXPERIMENT = Experiment(
@@ -246,15 +182,11 @@ EXPERIMENT = Experiment(
     arguments=TasksStudy,
     scales={
         "tiny": {},
-        "paper": {
-            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
-            **{"max_train_examples": 10**9, "max_validation_examples": 10**9},
-            **dict.fromkeys(_TRAINING),
-        },
+        "paper": PAPER | {"max_train_examples": 10**9, "max_validation_examples": 10**9} | dict.fromkeys(_TRAINING),
     },
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "score": ("score", "{:.1%}"),
         "exact_match": ("exact match", "{:.1%}"),
@@ -267,7 +199,7 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("seed", "score", "task"),
-    draw=draw,
+    draw=_draw,
     published={
         f"{task}_{'random_drop_0' if system == 'random_drop' else system}": dict(
             zip(("score", "exact_match"), values, strict=False)
@@ -279,5 +211,6 @@ EXPERIMENT = Experiment(
         "The paper fine-tunes on all examples with the best of 12 settings; ours has one, and the examples shown here",
         "SQuAD contexts are read in windows of the mask's length, which the paper does not describe",
     ),
-    summary=summary,
+    summary=_summary,
+    smallest=SMALLEST | {"max_length": 32, "max_train_examples": 8, "max_validation_examples": 4},
 )

@@ -4,7 +4,6 @@ the plateau.
 """
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -20,15 +19,18 @@ from sparsebert.masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 
-from ..harness.experiment import Experiment
+from ..harness.comparisons import Seeds, by_seed, loss_table, of_system
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.continued_pretraining import (
+    PAPER,
     SEARCH_VARIANTS,
+    SMALLEST,
     ContinuedSettings,
+    SearchSettings,
     check_continued,
     continue_training,
-    continued_fields,
-    loss_table,
+    target_search,
 )
 
 
@@ -48,49 +50,32 @@ SHOWN = {"figure5": ("dam_u", 0.86), "figure6": ("dam_s", 0.935)}
 
 
 @dataclass
-class MasksStudy(ContinuedSettings):
+class MasksStudy(SearchSettings):
     """
     Settings of the study: manual masks with and without their diagonal, searches with a penalty and with a target,
     dense attention, and at the targets random masks and windows with the special tokens of `dam_s`, with the settings
-    of [`ContinuedSettings`]. The targets are the sparsities of the paper's learned masks, and that of logsparse, near
+    of [`SearchSettings`]. The targets are the sparsities of the paper's learned masks, and that of logsparse, near
     which is also that of longformer.
 
     Args:
         searches (`list[str]`): Searches to run, keys of `SEARCHES`.
         penalties (`list[float]`): Weights lambda of the penalty, for each search.
         targets (`list[float]`): Sparsities of the searches with a target, the random masks and the windows.
-        search_end (`float`): Fraction of the steps after which the mask freezes.
-        mask_logit_scale (`float`): How much faster the logits of a penalized search move than the weights.
-        target_logit_scale (`float`): The same of a search with a target, whose logits do not get far from their start
-            in 150 steps if this is 10.
-        start_from_attention (`bool`): Start searches with a target from what the checkpoint attends to.
-        initial_decay, initial_sparsity (`float`, *optional*): Where they start, see [`SparseBertConfig`]; the decay
-            only without `start_from_attention`.
         variants (`list[str]`): How searches with a target learn, keys of `SEARCH_VARIANTS`.
     """
 
     searches: list[str] = field(default_factory=lambda: ["dam_s", "dam_u"])
     penalties: list[float] = field(default_factory=lambda: [1e-6, 1e-5, 1e-4, 1e-3])
     targets: list[float] = field(default_factory=lambda: [0.8, 0.86, 0.898, 0.912, 0.935])
-    search_end: float = 0.5
-    mask_logit_scale: float = 50.0
-    target_logit_scale: float = 200.0
-    start_from_attention: bool = True
-    initial_decay: float | None = None
-    initial_sparsity: float | None = None
     variants: list[str] = field(default_factory=lambda: ["mask", "layers", "probs"])
 
 
-def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+def _cells(settings):
     systems: dict[str, tuple[str, dict[str, Any]]] = {"dense": ("dense", {"pattern": "dense"})}
     for pattern, parameters in MANUAL.items():
         for diagonal, suffix in (("keep", ""), ("remove", "_no_diag")):
             model = {"pattern": pattern, "pattern_kwargs": parameters, "diagonal": diagonal}
             systems[f"{pattern}{suffix}"] = (pattern, model)
-    start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
-    start["mask_logit_scale"] = settings.target_logit_scale
-    start = {name: value for name, value in start.items() if value is not None}
     for variant in settings.variants:
         check_choice("variants", variant, tuple(SEARCH_VARIANTS))
     for search in settings.searches:
@@ -98,7 +83,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
         for penalty in settings.penalties:
             systems[f"{search}_lambda_{penalty:g}"] = (search, common | {"sparsity_weight": penalty})
         for target, variant in product(settings.targets, settings.variants):
-            fields = {"search": search, "target_sparsity": target} | start | SEARCH_VARIANTS[variant]
+            fields = target_search(vars(settings), search, target, variant)
             name, series = (search, search) if variant == "mask" else (f"{search}_{variant}", f"{search}, {variant}")
             systems[f"{name}_target_{target:g}"] = (f"{series}, target", fields)
             if name == "dam_s" and target in DIAGONAL_TARGETS:
@@ -109,8 +94,8 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
         window = matched_pattern("window", target, settings.max_length, 1).metadata["pattern_parameters"]
         systems[f"window_{target:g}"] = ("window", {"pattern": "window", "pattern_kwargs": window})
-    common = continued_fields(settings) | {"search_end": settings.search_end}
-    common["start_from_attention"] = settings.start_from_attention
+    common = common_settings(settings, of=ContinuedSettings)
+    common |= {name: getattr(settings, name) for name in ("search_end", "start_from_attention")}
     result = {}
     for seed in settings.seeds:
         for system, (series, model) in systems.items():
@@ -119,17 +104,8 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     return result
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Continue the pre-training through the mask of a cell, which is given or found on the way.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Metrics.
-    """
+def _run(cell, folder):
+    """Continue the pre-training through the mask of a cell, which is given or found on the way."""
     data: dict[str, Any] = {"search_end": cell["search_end"]} if "search" in cell["model"] else {}
     if "target_sparsity" in cell["model"]:
         data["start_from_attention"] = cell["start_from_attention"]
@@ -140,17 +116,8 @@ def _is_shown(cell, search, target):
     return cell["system"] == f"{search}_target_{target:g}"
 
 
-def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
-    """
-    The mask of a cell that a figure shows.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict[str, bytes]`: The two files of the mask, or none.
-    """
+def _keep(cell, folder):
+    """The mask of a cell that a figure shows."""
     if not any(_is_shown(cell, *shown) for shown in SHOWN.values()) or not (folder / MASK_CONFIG_NAME).is_file():
         return {}
     mask = SparseMask.from_pretrained(folder)
@@ -160,17 +127,8 @@ def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
         return {name: Path(place, name).read_bytes() for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME)}
 
 
-def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path, *, search: str, target: float) -> None:
-    """
-    Draw the mask that a search with a target found, of the first seed of which it was kept.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        kept (`Path`): Folder with what was kept of each cell.
-        path (`Path`): Image to write. Nothing is written if no mask was kept.
-        search (`str`): Name of the search.
-        target (`float`): Its target.
-    """
+def _draw(finished: Cells, kept: Path, path: Path, *, search: str, target: float) -> None:
+    """The mask that a search with a target found, of the first seed of which it was kept."""
     shown = {name: cell["settings"] for name, cell in finished.items() if _is_shown(cell["settings"], search, target)}
     found = {cell["seed"]: kept / name for name, cell in shown.items() if (kept / name / MASK_CONFIG_NAME).is_file()}
     if found:
@@ -178,22 +136,14 @@ def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path, *, sear
         plot_heads(SparseMask.from_pretrained(found[seed]), path, f"{search}, target {target:.1%}, seed {seed}")
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+def _summary(finished: Cells) -> list[Table]:
     """
     The losses of all systems, what masks lose without their diagonal, and what searches with a target lose less than
     windows that are as sparse.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: The first, the second if a mask was run with and without its diagonal, and the third if there
-        are two seeds of a search and a window.
     """
-    systems = {cell["settings"]["system"] for cell in finished.values()}
-    losses = {name: _by_seed(finished, name, "mlm_loss") for name in systems}
-    pairs = {name: (losses[name], window_losses(finished, name)) for name in systems}
-    compared = compare_seeds({name: pair for name, pair in pairs.items() if "_target_" in name}, 3)
+    losses = by_seed(finished, "mlm_loss", "system")
+    searches = {name: own for name, own in losses.items() if "_target_" in name}
+    compared = compare_seeds({name: (own, window_losses(finished, name)) for name, own in searches.items()}, 3)
     rows = [
         {"system": name, "loss minus that of a window as sparse": difference, "p (Holm)": p}
         for name, (difference, p) in sorted(compared.items())
@@ -221,7 +171,7 @@ def _diagonals(losses):
         seeds = sorted(numbers[0].keys() & numbers[1].keys())
         if not seeds:
             continue
-        kept, without = ([by_seed[seed] for seed in seeds] for by_seed in numbers)
+        kept, without = ([own[seed] for seed in seeds] for own in numbers)
         row = {"mask": name, "MLM loss": mean_text(kept, 3), "without the diagonal": mean_text(without, 3)}
         row["difference"], row["p (Holm)"] = compared.get(name, (f"{without[0] - kept[0]:+.3f}", ""))
         row |= {"seeds": str(len(seeds)), "GLUE, paper": f"{published[pairs[name][0]]:.1f}"}
@@ -229,14 +179,10 @@ def _diagonals(losses):
     return [Table.of("Masks without their diagonal (Table 4)", rows, (COMPARED,))] if rows else []
 
 
-def window_losses(finished: Mapping[str, dict[str, Any]], system: str) -> dict[int, float]:
+def window_losses(finished: Cells, system: str) -> Seeds:
     """
     The loss of a window that is as sparse as the mask of a system, by seed: on the straight line through the two
     windows of this seed that are nearest in sparsity, or that of the only one.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        system (`str`): Name of the system.
     """
     points: dict[int, dict[float, float]] = {}  # near targets may have the same window
     for cell in finished.values():
@@ -244,16 +190,11 @@ def window_losses(finished: Mapping[str, dict[str, Any]], system: str) -> dict[i
         if settings["system"].startswith("window_"):
             points.setdefault(settings["seed"], {})[metrics["sparsity"]] = metrics["mlm_loss"]
     losses = {}
-    for seed, sparsity in _by_seed(finished, system, "sparsity").items():
+    for seed, sparsity in of_system(finished, "sparsity", system=system).items():
         if line := sorted(points.get(seed, {}).items(), key=lambda point: abs(point[0] - sparsity))[:2]:
             x, y = np.transpose(line)
             losses[seed] = float(np.polyval(np.polyfit(x, y, len(line) - 1), sparsity))
     return losses
-
-
-def _by_seed(finished, system, metric):
-    cells = (cell for cell in finished.values() if cell["settings"]["system"] == system)
-    return {cell["settings"]["seed"]: cell["metrics"][metric] for cell in cells}
 
 
 # GLUE dev averages.
@@ -270,16 +211,10 @@ _TABLE4 = {
 EXPERIMENT = Experiment(
     title="Manual and learned masks ([S] Tables 3 and 4, Figure 4)",
     arguments=MasksStudy,
-    scales={
-        "tiny": {},
-        "paper": {
-            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
-            "target_logit_scale": 10.0,
-        },
-    },
-    cells=cells,
+    scales={"tiny": {}, "paper": PAPER | {"target_logit_scale": 10.0}},
+    cells=_cells,
     check=check_continued,
-    run=run,
+    run=_run,
     columns={
         "sparsity": ("removed", "{:.1%}"),
         "mlm_loss": ("MLM loss", "{:.3f}"),
@@ -301,7 +236,8 @@ EXPERIMENT = Experiment(
         "Always global: the first and last token in dam_s, bigbird and window, the first in star, none in the other "
         "systems but for four random tokens in longformer. The paper has no window",
     ),
-    summary=summary,
-    keep=keep,
-    pictures={name: partial(draw, search=search, target=target) for name, (search, target) in SHOWN.items()},
+    summary=_summary,
+    keep=_keep,
+    pictures={name: partial(_draw, search=search, target=target) for name, (search, target) in SHOWN.items()},
+    smallest=SMALLEST | {"targets": [0.5]},
 )

@@ -3,9 +3,7 @@ Masks for a trained sentence encoder: quality against sparsity and measured time
 after the same recovery.
 """
 
-import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,20 @@ from transformers import AutoModel, AutoTokenizer
 from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
-from sparsebert.data.tasks import glue
-from sparsebert.hub import read_config
-from sparsebert.learning.mask_search import described_search
 from sparsebert.learning.selection import SCOPES
 from sparsebert.masks.matched import MATCHED, VARIED
-from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.loading import load
 from sparsebert.training.searching.objectives import OBJECTIVES
-from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
 from sparsebert.training.searching.search_run import search_post_hoc
 
-from ..harness.experiment import Experiment, seeded
+from ..harness.comparisons import by_seed, mean
+from ..harness.experiment import Cells, Experiment, common_settings, seeded
 from ..harness.result_charts import plot_lines
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, located, long_enough
-from ..shared.recipe_sections import check_texts
-from ..shared.sentence_similarity import similarity
+from ..shared.post_hoc import check_search
+from ..shared.recipe_sections import check_least, check_texts
+from ..shared.sentence_similarity import check_pairs, read_pairs, similarity
 
 
 SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
@@ -93,8 +88,6 @@ class MiniLMStudy:
     hard: bool = True
 
 
-# Fields with a value per cell; a cell has the other ones as they are.
-AXES = ("masks", "lengths", "sparsities", "seeds")
 # Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
 SEARCH_FIELDS = ("steps", "learning_rate", "objective", "sparsity_scope", "hard")
 LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
@@ -102,23 +95,17 @@ LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
 MODEL_FIELDS = ("share_layers", "sparsity_scope", "hard")
 
 
-def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+def _cells(settings):
     return {name: used_fields(cell) for name, cell in whole_cells(settings).items()}
 
 
 def whole_cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
-    """
-    The cells with all settings, also those that their masks do not depend on.
-
-    Raises:
-        ValueError: If a setting is out of its range that some cells do not have.
-    """
+    """The cells with all settings, also those that their masks do not depend on; what these are is checked."""
     check_range("steps", settings.steps, 1)
     check_range("learning_rate", settings.learning_rate, 0, 1e6, (int, float))
     check_choice("objective", settings.objective, tuple(OBJECTIVES))
     check_choice("sparsity_scope", settings.sparsity_scope, SCOPES)
-    common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
+    common = common_settings(settings, "masks", "lengths", "sparsities", of=MiniLMStudy)
     result = {}
     for length in settings.lengths:
         for sparsity in settings.sparsities:
@@ -135,21 +122,12 @@ def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model, text or task.
-    """
+    """Check that a cell can run."""
     check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
+    check_least(cell, 0, "recover")
     check_range("lengths", cell["length"], 8)
     check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
-    check_range("recover", cell["recover"], 0)
     if cell["shortest"] is not None:
         check_range("shortest", cell["shortest"], 8, cell["length"])
     check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
@@ -160,31 +138,19 @@ def check(cell: dict[str, Any]) -> None:
                 f"recover_from must be below the sparsity ({cell['sparsity']}), with recover at least 1, got "
                 f"{cell['recover_from']} with recover {cell['recover']}"
             )
-    config = read_config(located(cell["model"]))
     if cell["mask"] in LEARNED_MASKS:
-        sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
-        sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
-        # Rejects a sparsity out of reach.
-        asked = SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell)))
-        described_search(asked, asked.carrier)
+        check_search(cell["model"], cell["length"], **_search_fields(cell))
+    else:
+        located(cell["model"])
     check_texts(cell)
     if cell["stsb"] is not None:
-        if not Path(cell["stsb"]).is_dir():
-            raise FileNotFoundError(f"stsb: there is no folder {cell['stsb']!r}")
-        if "validation" not in glue.splits("stsb", cell["stsb"]):
-            raise ValueError(f"stsb {cell['stsb']} lacks the file of the validation split")
+        check_pairs(cell["stsb"])
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
-    Find or make the mask, recover through it, and measure what is left and what it costs.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell; the model is saved to `model`.
-
-    Returns:
-        `dict`: Metrics.
+    Find or make the mask, recover through it, and measure what is left and what it costs. The model is saved to the
+    folder `model`.
     """
     source, learned = long_enough(cell["model"], cell["length"], folder), cell["mask"] in LEARNED_MASKS
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
@@ -216,12 +182,12 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         metrics["search_seconds"] = found["seconds"]["search"]
     if cell["stsb"] is not None:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        pairs = glue.load("stsb", cell["stsb"], ["validation"])["validation"]
-        scores, _ = similarity(load(folder / "model", AutoModel).eval(), tokenizer, pairs)
+        pairs = read_pairs(cell["stsb"])
+        scores = similarity(load(folder / "model", AutoModel).eval(), tokenizer, pairs)
         metrics |= {"spearman": scores["spearman"], "stsb_removed": scores["input_sparsity"]}
         if cell["mask"] == "dense":
             original = AutoModel.from_pretrained(source).eval()
-            metrics["spearman_original"] = similarity(original, tokenizer, pairs)[0]["spearman"]
+            metrics["spearman_original"] = similarity(original, tokenizer, pairs)["spearman"]
     seconds = found["inference_seconds"]
     metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
     return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
@@ -235,51 +201,46 @@ def _search_fields(cell):
     return model | {"search": cell["mask"]}
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+def _summary(finished: Cells) -> list[Table]:
     """
-    Means over seeds by length, sparsity and mask, and the paired difference of the learned mask to each of the others.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: One table per length and sparsity.
+    Per length and sparsity, means over seeds by mask, and the paired difference of the learned mask to each of the
+    others.
     """
-    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
-    controls: dict[int, dict[int, dict[str, Any]]] = {}
-    for cell in finished.values():
-        settings = cell["settings"]
-        length, seed = settings["length"], settings["seed"]
-        if settings["mask"] == "dense":
-            controls.setdefault(length, {})[seed] = cell["metrics"]
-        else:
-            masks = groups.setdefault((length, settings["sparsity"]), {})
-            masks.setdefault(settings["mask"], {})[seed] = cell["metrics"]
-    for (length, _), masks in groups.items():
-        masks |= {"dense": controls[length]} if length in controls else {}
-    return [_summary_table(length, sparsity, masks) for (length, sparsity), masks in sorted(groups.items())]
+    groups = dict.fromkeys(
+        (cell["settings"]["length"], cell["settings"]["sparsity"])
+        for cell in finished.values()
+        if cell["settings"]["mask"] != "dense"
+    )
+    return [_summary_table(length, sparsity, finished) for length, sparsity in sorted(groups)]
 
 
-def _summary_table(length, sparsity, masks):
-    cosines = {name: {seed: metrics["cosine"] for seed, metrics in by_seed.items()} for name, by_seed in masks.items()}
+def _summary_table(length, sparsity, finished):
+    own = {
+        name: cell
+        for name, cell in finished.items()
+        if cell["settings"]["length"] == length
+        and (cell["settings"]["sparsity"] == sparsity or cell["settings"]["mask"] == "dense")
+    }
+    numbers = {metric: by_seed(own, metric, "mask") for metric in _SUMMARIZED}
+    spearman = by_seed(own, "spearman", "mask", times=100)
+    cosines = numbers["cosine"]
     pairs = {name: (cosines.get("dam_s", {}), theirs) for name, theirs in cosines.items() if name != "dam_s"}
     compared = compare_seeds(pairs, 4)
     rows = []
-    for name, by_seed in sorted(masks.items(), key=lambda item: -_mean(item[1], "cosine")):
-        row = {"mask": name, "removed": f"{_mean(by_seed, 'removed'):.1%}"}
-        row["cosine before recovery"] = mean_text((metrics["cosine_before"] for metrics in by_seed.values()), 4)
-        row["cosine after"] = mean_text(cosines[name].values(), 4)
+    for name, cosine in sorted(cosines.items(), key=lambda item: -mean(item[1])):
+        row = {"mask": name, "removed": f"{mean(numbers['removed'][name]):.1%}"}
+        row["cosine before recovery"] = mean_text(numbers["cosine_before"][name].values(), 4)
+        row["cosine after"] = mean_text(cosine.values(), 4)
         if name in compared:
             row["dam_s minus this"], row["p (Holm)"] = compared[name]
-        if all("spearman" in metrics for metrics in by_seed.values()):
-            row["STS-B Spearman"] = mean_text((100 * metrics["spearman"] for metrics in by_seed.values()), 1)
-        if all("stsb_removed" in metrics for metrics in by_seed.values()):
-            row["removed on STS-B"] = f"{_mean(by_seed, 'stsb_removed'):.1%}"
-        row["inference, dense / masked"] = f"{_mean(by_seed, 'speed_up'):.2f}"
-        rows.append(row | {"seeds": str(len(by_seed))})
-    untrained = [m["spearman_original"] for m in masks.get("dense", {}).values() if "spearman_original" in m]
-    if untrained:
-        rows.append({"mask": "none, no recovery", "removed": "0.0%", "STS-B Spearman": f"{100 * untrained[0]:.1f}"})
+        if len(spearman.get(name, ())) == len(cosine):
+            row["STS-B Spearman"] = mean_text(spearman[name].values(), 1)
+        if len(numbers["stsb_removed"].get(name, ())) == len(cosine):
+            row["removed on STS-B"] = f"{mean(numbers['stsb_removed'][name]):.1%}"
+        row["inference, dense / masked"] = f"{mean(numbers['speed_up'][name]):.2f}"
+        rows.append(row | {"seeds": str(len(cosine))})
+    for untrained in [*by_seed(own, "spearman_original", "mask", times=100).get("dense", {}).values()][:1]:
+        rows.append({"mask": "none, no recovery", "removed": "0.0%", "STS-B Spearman": f"{untrained:.1f}"})
     notes = (
         "cosine: of the mean last hidden states with the dense model's, held-out rows; ±: deviation over seeds, which "
         f"vary the order of the text and random masks, and not the held-out text; {COMPARED}",
@@ -288,40 +249,26 @@ def _summary_table(length, sparsity, masks):
     return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
 
 
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot quality against time: a line per mask and sparsity, a point per length, mean over the seeds.
+_SUMMARIZED = ("removed", "cosine_before", "cosine", "stsb_removed", "speed_up")
 
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
-    groups: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
-    lengths = set()
-    for cell in finished.values():
-        settings = cell["settings"]
-        points = groups.setdefault(f"{settings['mask']}, {settings['sparsity']:.0%}", {})
-        points.setdefault(settings["length"], {})[settings["seed"]] = cell["metrics"]
-        lengths.add(settings["length"])
-    lines = {
-        name: [(_mean(by_seed, "speed_up"), _mean(by_seed, "cosine"), None) for _, by_seed in sorted(points.items())]
-        for name, points in groups.items()
-    }
-    along = ", ".join(map(str, sorted(lengths)))
+
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    """Quality against time: a line per mask and sparsity, a point per length, mean over the seeds."""
+    lines: dict[str, list[tuple[float, float, float | None]]] = {}
+    times, cosines = (by_seed(finished, metric, "mask", "sparsity", "length") for metric in ("speed_up", "cosine"))
+    for key in sorted(times, key=lambda key: key[2]):
+        mask, sparsity, _ = key
+        lines.setdefault(f"{mask}, {sparsity:.0%}", []).append((mean(times[key]), mean(cosines[key]), None))
+    along = ", ".join(map(str, sorted({length for _, _, length in times})))
     x = f"inference, dense / masked; along a line: {along} tokens"
     plot_lines(lines, path, title, x, "cosine to the dense model, after recovery")
-
-
-def _mean(by_seed, metric):
-    return statistics.fmean(metrics[metric] for metrics in by_seed.values())
 
 
 EXPERIMENT = Experiment(
     title="Masks for a trained MiniLM",
     arguments=MiniLMStudy,
     scales={"tiny": {}, "paper": {"recover": 3000, "max_tokens": 10_000_000}},
-    cells=cells,
+    cells=_cells,
     check=check,
     run=run,
     columns={
@@ -335,7 +282,11 @@ EXPERIMENT = Experiment(
         "cpu_seconds": ("CPU s", "{:.0f}"),
     },
     plot=("speed_up", "cosine", "mask"),
-    draw=draw,
+    draw=_draw,
     notes=("inference: float32, 4096 tokens per batch, dense (stock attention) and masked in turns, medians of 5",),
-    summary=summary,
-)
+    summary=_summary,
+    smallest={
+        "masks": ["dam_s", "window"], "lengths": [16], "sparsities": [0.5], "steps": 2, "recover": 2,
+        "batch_tokens": 64, "max_validation_tokens": 1000,
+    },
+)  # fmt: skip

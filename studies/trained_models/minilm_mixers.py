@@ -15,16 +15,16 @@ from sparsebert.checks import check_range
 from sparsebert.hub import read_config
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
 
-from ..harness.experiment import Experiment, seeded
+from ..harness.experiment import Experiment, common_settings, seeded
 from ..shared.base_models import located
 from ..shared.continued_pretraining import (
+    SMALLEST,
     ContinuedSettings,
     check_continued,
     continue_training,
-    continued_fields,
     shared_checkpoint,
 )
-from ..shared.recipe_sections import check_task, finetuned
+from ..shared.recipe_sections import check_least, check_task, finetuned
 
 
 @dataclass
@@ -52,10 +52,8 @@ class MiniLMMixers(ContinuedSettings):
     max_train_examples: int = 10_000
 
 
-def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    names = ("task", "data", "task_learning_rate", "task_epochs", "max_train_examples")
-    common = continued_fields(settings) | {name: getattr(settings, name) for name in names}
+def _cells(settings):
+    common = common_settings(settings, "replaced")
     layers = {
         f"{series}_{count}": common | {"series": series, "replaced_layers": count}
         for count in settings.replaced
@@ -64,33 +62,15 @@ def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
     return seeded(layers, settings.seeds)
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range, or the task is unknown.
-        OSError: If there is no such model, text or data.
-    """
+def _check(cell):
     check_continued(cell)
     check_range("replaced", cell["replaced_layers"], 0, read_config(located(cell["base_model"])).num_hidden_layers)
-    check_range("max_train_examples", cell["max_train_examples"], 1)
-    if cell["task"] is not None:
-        check_task(cell)
+    check_least(cell, 1, "max_train_examples")
+    check_task(cell)
 
 
 def save_with_new_attention(cell: dict[str, Any], checkpoint: Path, path: str | Path) -> None:
-    """
-    Save a model whose attention has learned nothing in the first layers, as new convolutions have not.
-
-    Args:
-        cell (`dict`): Settings of the cell: `"replaced_layers"`, how many, and `"seed"`.
-        checkpoint (`Path`): Folder of the model.
-        path (`str` or `Path`): Where the new one is saved.
-    """
+    """Save a model whose attention has learned nothing in the first layers, as new convolutions have not."""
     model = SparseBertForMaskedLM.from_pretrained(checkpoint)
     torch.manual_seed(cell["seed"])
     for layer in model.base_model.encoder.layer[: cell["replaced_layers"]]:
@@ -100,17 +80,10 @@ def save_with_new_attention(cell: dict[str, Any], checkpoint: Path, path: str | 
     model.save_pretrained(path)
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(cell, folder):
     """
     Go on from the shared checkpoint with convolutions or new attention in its first layers and, if there is a task,
     fine-tune.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the run.
-
-    Returns:
-        `dict`: Metrics.
     """
     num_layers, replaced = read_config(located(cell["base_model"])).num_hidden_layers, cell["replaced_layers"]
     mixers = [cell["series"]] * replaced + ["attention"] * (num_layers - replaced)
@@ -137,9 +110,9 @@ EXPERIMENT = Experiment(
     title="Convolutions in the first layers of a trained MiniLM ([U] Figure 1)",
     arguments=MiniLMMixers,
     scales={"tiny": {}, "paper": {"max_steps": 250_000, "batch_size": 1024, "max_length": 512}},
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "mlm_loss": ("MLM loss", "{:.3f}"),
         "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
@@ -153,4 +126,5 @@ EXPERIMENT = Experiment(
         "these layers start anew, as the convolutions do. The paper has curves, no numbers, of 12 "
         "layers trained from scratch: with 1 or 2 convolutions better than with attention alone, with more worse",
     ),
+    smallest=SMALLEST | {"replaced": [0, 1, 2]},
 )

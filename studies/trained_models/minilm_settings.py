@@ -3,7 +3,6 @@ Settings of the search and the recovery of a trained sentence encoder: each is c
 the settings of `minilm` give: those of the search before recovery, those of the recovery after it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import nearest
 
-from ..harness.experiment import Experiment, unseeded
-from ..harness.result_charts import plot_values
-from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
+from ..harness.comparisons import Seeds, against, by_seed, draw_panels
+from ..harness.experiment import Cells, Experiment, unseeded
+from ..harness.seed_comparisons import COMPARED, mean_text
 from . import minilm
 from .minilm import SEARCHED_MASKS, MiniLMStudy
 
@@ -79,97 +78,87 @@ class MiniLMSettings(MiniLMStudy):
     changes: list[str] = field(default_factory=lambda: list(CHANGES))
 
 
-def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
-    """
-    The settings of each cell, by its name.
-
-    Raises:
-        ValueError: If a change is unknown, or there is not one mask that is searched.
-    """
+def _cells(settings):
     for name in settings.changes:
         if name not in CHANGES:
             raise nearest("changes", name, list(CHANGES))
     if len(settings.masks) != 1 or settings.masks[0] not in SEARCHED_MASKS:
         raise ValueError(f"masks must hold one of {', '.join(SEARCHED_MASKS)}, got {settings.masks!r}")
-    result = {}
-    for name, cell in minilm.whole_cells(settings).items():
-        for change in settings.changes:
-            changed = minilm.used_fields(cell | CHANGES[change] | {"change": change})
-            result[f"{unseeded(name)}_{change}_seed_{cell['seed']}"] = changed
-    return result
+    return {
+        f"{unseeded(name)}_{change}_seed_{cell['seed']}": minilm.used_fields(
+            cell | CHANGES[change] | {"change": change}
+        )
+        for name, cell in minilm.whole_cells(settings).items()
+        for change in settings.changes
+    }
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Means over seeds by change, and the paired difference to the unchanged settings.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: Per length and sparsity, a table of the search and one of the recovery.
-    """
-    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
-    for cell in finished.values():
-        settings = cell["settings"]
-        changes = groups.setdefault((settings["length"], settings["sparsity"]), {})
-        changes.setdefault(settings["change"], {})[settings["seed"]] = cell["metrics"]
-    return [
-        _summary_table(*group, changes, part)
-        for group, changes in sorted(groups.items())
-        for part, (names, *_) in PARTS.items()
-        if changes.keys() & names.keys()
-    ]
+def _of_part(finished, metric, names, length, sparsity):
+    """A metric of the unchanged settings and of some changes, by change and seed."""
+    found = by_seed(finished, metric, "length", "sparsity", "change")
+    return {name: found[length, sparsity, name] for name in (UNCHANGED, *names) if (length, sparsity, name) in found}
 
 
-def _summary_table(length, sparsity, changes, part):
+def _parts(finished):
+    """Length, sparsity and key of `PARTS` of every table that there are cells for."""
+    groups = sorted({(cell["settings"]["length"], cell["settings"]["sparsity"]) for cell in finished.values()})
+    for length, sparsity in groups:
+        for part, (names, *_) in PARTS.items():
+            if any(
+                (cell["settings"]["length"], cell["settings"]["sparsity"]) == (length, sparsity)
+                and cell["settings"]["change"] in names
+                for cell in finished.values()
+            ):
+                yield length, sparsity, part
+
+
+def _summary(finished: Cells) -> list[Table]:
+    """Per length and sparsity, a table of the search and one of the recovery: each change against the unchanged."""
+    return [_summary_table(finished, *part) for part in _parts(finished)]
+
+
+def _summary_table(finished, length, sparsity, part):
     names, metric, heading = PARTS[part]
-    changes = {name: changes[name] for name in (UNCHANGED, *names) if name in changes}
-    values = {name: {seed: m[metric] for seed, m in by_seed.items()} for name, by_seed in changes.items()}
-    unchanged = values.get(UNCHANGED, {})
-    compared = compare_seeds({name: (v, unchanged) for name, v in values.items() if name != UNCHANGED}, 4)
+    values, removed, seconds = (
+        _of_part(finished, name, names, length, sparsity) for name in (metric, "removed", "cpu_seconds")
+    )
+    compared = against(values, 4, lambda _: UNCHANGED)
     rows = []
-    for name, by_seed in changes.items():
-        row = {"change": name, "removed": f"{next(iter(by_seed.values()))['removed']:.1%}"}
-        row[heading] = mean_text(values[name].values(), 4)
+    for name, numbers in values.items():
+        row = {"change": name, "removed": f"{next(iter(removed[name].values())):.1%}"}
+        row[heading] = mean_text(numbers.values(), 4)
         row["minus unchanged"], row["p (Holm)"] = compared.get(name, ("", ""))
-        row["CPU s"] = mean_text((metrics["cpu_seconds"] for metrics in by_seed.values()), 0)
-        rows.append(row | {"seeds": str(len(by_seed))})
+        row["CPU s"] = mean_text(seconds[name].values(), 0)
+        rows.append(row | {"seeds": str(len(numbers))})
     notes = (f"cosine and seeds: see the experiment minilm; CPU s: of the whole cell; {COMPARED}",)
     return Table.of(
         f"{length} tokens, {sparsity:.0%} to remove: one setting of the {part} changed at a time", rows, notes
     )
 
 
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot what every change does to the search, and to the recovery.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
-    panels: dict[str, dict[str, list[float]]] = {}
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    """What every change does to the search, and to the recovery."""
+    panels: dict[str, dict[str, Seeds]] = {}
     for cell in finished.values():
         settings, metrics = cell["settings"], cell["metrics"]
         for names, metric, heading in PARTS.values():
             if settings["change"] in (UNCHANGED, *names):
                 label = f"{heading}\n{settings['length']} tokens, {settings['sparsity']:.0%} to remove"
-                panels.setdefault(label, {}).setdefault(settings["change"], []).append(metrics[metric])
+                panels.setdefault(label, {}).setdefault(settings["change"], {})[settings["seed"]] = metrics[metric]
     compared = {label: values for label, values in panels.items() if len(values) > 1}
-    plot_values(compared or panels, path, title, UNCHANGED)
+    draw_panels(compared or panels, path, title, UNCHANGED)
 
 
 EXPERIMENT = Experiment(
     title="Settings for the mask of a trained MiniLM",
     arguments=MiniLMSettings,
     scales=minilm.EXPERIMENT.scales,
-    cells=cells,
+    cells=_cells,
     check=minilm.check,
     run=minilm.run,
     columns={name: column for name, column in minilm.EXPERIMENT.columns.items() if name != "speed_up"},
     plot=("cosine_before", "cosine", "change"),
-    draw=draw,
-    summary=summary,
+    draw=_draw,
+    summary=_summary,
+    smallest=minilm.EXPERIMENT.smallest | {"masks": ["dam_s"], "sparsities": [0.6]},
 )

@@ -1,31 +1,23 @@
 """Masks for fine-tuned models: the score through a mask found on the inputs of the task, and through other masks."""
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sparsebert.analysis.reporting.reports import GIVEN, LEARNED, RECOVERED
 from sparsebert.analysis.tables import Table
-from sparsebert.checks import check_choice, check_range
 from sparsebert.data.tasks import TASKS
-from sparsebert.hub import read_config
-from sparsebert.learning.mask_search import described_search
-from sparsebert.learning.searches import SEARCHES
-from sparsebert.masks.matched import MATCHED, VARIED
-from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.loading import check_folder
+from sparsebert.masks.matched import MATCHED
 from sparsebert.training.searching.objectives import ANSWERING
-from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
 from sparsebert.training.searching.search_run import STARTED_FROM, search_post_hoc
 
-from ..harness.experiment import Experiment
-from ..harness.result_charts import plot_values
+from ..harness.comparisons import Seeds, draw_panels, mean, with_task_mean
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
-from ..shared.base_models import PACKAGE, located
-from ..shared.recipe_sections import check_task
-from .minilm_tasks import TRAINED_FIELDS, finetuned_cell, with_task_mean
+from ..shared.base_models import PACKAGE
+from ..shared.post_hoc import check_masks
+from ..shared.recipe_sections import check_least, check_task
+from .minilm_tasks import finetuned_cell
 
 
 # What the metrics call the masks that a search reports; manual ones keep their names.
@@ -72,12 +64,8 @@ class MiniLMTaskMasks:
     bf16: bool = False
 
 
-SEARCH_FIELDS = ("search", "sparsity", "steps", "batch_size", "recover", "controls")
-
-
-def cells(settings: MiniLMTaskMasks) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
-    common = {name: getattr(settings, name) for name in ("model", "data", *TRAINED_FIELDS, *SEARCH_FIELDS)}
+def _cells(settings):
+    common = common_settings(settings, "tasks")
     return {
         f"{task}_seed_{seed}": common | {"task": task, "seed": seed}
         for seed in settings.seeds
@@ -85,60 +73,19 @@ def cells(settings: MiniLMTaskMasks) -> dict[str, dict[str, Any]]:
     }
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or task.
-    """
+def _check(cell):
     check_task(cell)
-    for name in ("max_train_examples", "batch_size", "steps"):
-        check_range(name, cell[name], 1)
-    check_range("recover", cell["recover"], 0)
+    check_least(cell, 1, "max_train_examples", "batch_size", "steps")
+    check_least(cell, 0, "recover")
     if not TASKS[cell["task"]].head.endswith(ANSWERING):
         raise ValueError(f"tasks: {cell['task']} has several inputs per example, for which there is no search")
     check_masks(cell)
 
 
-def check_masks(cell: dict[str, Any]) -> None:
+def _run(cell, folder):
     """
-    Check model, search and manual masks of a cell.
-
-    Args:
-        cell (`dict`): Settings of the cell: `"model"`, `"search"`, `"sparsity"`, `"max_length"` and `"controls"`.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model.
-    """
-    check_choice("search", cell["search"], tuple(SEARCHES))
-    check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
-    for name in cell["controls"]:
-        check_choice("controls", name, tuple(VARIED))
-    check_folder(located(cell["model"]), "model")
-    config = read_config(located(cell["model"]))
-    sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    fields = POST_HOC_FIELDS | sizes | {"mask_length": cell["max_length"]}
-    # Rejects a sparsity out of reach.
-    asked = SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]})
-    described_search(asked, asked.carrier)
-
-
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Fine-tune the dense model, search a mask for it, and score it through that mask and others.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell; the model with its mask is saved to `masked`.
-
-    Returns:
-        `dict`: Metrics.
+    Fine-tune the dense model, search a mask for it, and score it through that mask and others. The model with its mask
+    is saved to the folder `masked`.
     """
     trained = finetuned_cell(cell, folder)
     names = ("task", "data", "max_length", "batch_size", "recover", "bf16", "seed")
@@ -158,24 +105,18 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics | {f"removed_{name}": numbers["input_sparsity"] for name, numbers in scores.items()}
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+def _summary(finished: Cells) -> list[Table]:
     """
     Means over seeds by mask and task, and what the learned mask, with adapted weights if there are some, has more than
     the dense model, than without them, and than other masks that the weights were adapted to; without adapted weights,
     what it has more than the mask that comes from the attention of the model.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: Two tables.
     """
     by_task, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
     scores = with_task_mean(by_task)
     masks = list(dict.fromkeys(mask for by_mask in by_task.values() for mask in by_mask))
     rows = []
-    for mask in sorted(masks, key=lambda mask: -_mean(by_task, mask)):
-        row = {"mask": mask, "removed on inputs": f"{_mean(removed, mask):.1f}%"}
+    for mask in sorted(masks, key=lambda mask: -_overall(by_task, mask)):
+        row = {"mask": mask, "removed on inputs": f"{_overall(removed, mask):.1f}%"}
         found = {task: by_mask[mask] for task, by_mask in scores.items() if mask in by_mask}
         rows.append(row | {task: mean_text(values.values(), 1) for task, values in found.items()})
     seeds = {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()}
@@ -209,14 +150,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return tables
 
 
-def _mean(by_task, mask):
+def _overall(by_task, mask):
     """Mean over the tasks that have a mask of the means over seeds."""
-    return statistics.fmean(statistics.fmean(masks[mask].values()) for masks in by_task.values() if mask in masks)
+    return statistics.fmean(mean(masks[mask]) for masks in by_task.values() if mask in masks)
 
 
 def _by_task(finished, prefix):
     """The metrics that begin with `prefix`, in percent, by task, mask and seed."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    found: dict[str, dict[str, Seeds]] = {}
     for cell in finished.values():
         masks = found.setdefault(cell["settings"]["task"], {})
         for name, value in cell["metrics"].items():
@@ -226,29 +167,18 @@ def _by_task(finished, prefix):
     return found
 
 
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot the scores through every mask, a panel per task.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
-    panels = {
-        f"{task}, score": {mask: list(values.values()) for mask, values in masks.items()}
-        for task, masks in _by_task(finished, "score_").items()
-    }
-    plot_values(panels, path, title, "dense")
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    scores = _by_task(finished, "score_")
+    draw_panels({f"{task}, score": masks for task, masks in scores.items()}, path, title, "dense")
 
 
 EXPERIMENT = Experiment(
     title="Masks for a fine-tuned MiniLM",
     arguments=MiniLMTaskMasks,
     scales={"tiny": {}, "paper": {"max_train_examples": 10**9}},
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "score_dense": ("dense", "{:.3f}"),
         "score_learned": ("learned", "{:.3f}"),
@@ -261,6 +191,10 @@ EXPERIMENT = Experiment(
         "search_seconds": ("search, s", "{:.0f}"),
     },
     plot=("seed", "score_learned", "task"),
-    draw=draw,
-    summary=summary,
-)
+    draw=_draw,
+    summary=_summary,
+    smallest={
+        "max_train_examples": 8, "num_train_epochs": 1.0, "max_length": 32, "sparsity": 0.5, "steps": 2,
+        "batch_size": 4, "recover": 2,
+    },
+)  # fmt: skip

@@ -1,20 +1,17 @@
 """What masks of a trained encoder cost on tasks: fine-tuning through those of [`minilm`] and other experiments."""
 
-import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparsebert.analysis.tables import Table
-from sparsebert.checks import check_range
 from sparsebert.models.loading import check_folder
 
-from ..harness.experiment import Experiment
-from ..harness.result_charts import plot_values
-from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
+from ..harness.comparisons import Seeds, against, by_seed, draw_panels, mean, nested, with_task_mean
+from ..harness.experiment import Cells, Experiment
+from ..harness.seed_comparisons import COMPARED, mean_text
 from ..shared.base_models import PACKAGE, located
-from ..shared.recipe_sections import check_task, finetuned
+from ..shared.recipe_sections import check_least, check_task, finetuned
 
 
 # The system that is no cell: the model as it was, without a mask and without recovery.
@@ -61,8 +58,7 @@ class MiniLMTasks:
     max_length: int | None = None
 
 
-def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+def _cells(settings):
     common = {name: getattr(settings, name) for name in ("data", *TRAINED_FIELDS)}
     return {
         f"{task}_{system}_seed_{seed}": common
@@ -82,49 +78,21 @@ def _model(settings, system):
     return str(folder if folder.is_dir() else folder.parent)
 
 
-def check(cell: dict[str, Any]) -> None:
-    """
-    Check that a cell can run.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-        OSError: If there is no such model or task.
-    """
+def _check(cell):
     check_task(cell)
-    check_range("max_train_examples", cell["max_train_examples"], 1)
+    check_least(cell, 1, "max_train_examples")
     check_folder(located(cell["model"]), "models")
 
 
-def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Fine-tune and score on the validation split.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell.
-
-    Returns:
-        `dict`: Metrics.
-    """
+def _run(cell, folder):
+    """Fine-tune and score on the validation split."""
     found = finetuned_cell(cell, folder)
     names = ("score", "train_examples", "input_sparsity", "train_seconds", "main_metric")
     return {name: found[name] for name in names}
 
 
 def finetuned_cell(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """
-    Fine-tune the model of a cell, in the folder `run`.
-
-    Args:
-        cell (`dict`): Settings with `"model"`, `"task"`, `"data"`, `"seed"` and `TRAINED_FIELDS`.
-        folder (`Path`): Folder of the cell.
-
-    Returns:
-        `dict`: Metrics of the fine-tuning.
-    """
+    """The metrics of the fine-tuning of a cell's model on its task, with `TRAINED_FIELDS`, in the folder `run`."""
     data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
     data["model"] = located(cell["model"])
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
@@ -132,43 +100,26 @@ def finetuned_cell(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return finetuned(data, training, folder / "run", cell["bf16"])
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Means over seeds by task and system, and the paired difference of each system to the first.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: One table.
-    """
-    scores: dict[str, dict[str, dict[int, float]]] = {}
-    removed: dict[tuple[str, str], float] = {}
-    baseline, examples = "", {}
-    for cell in finished.values():
-        settings, metrics = cell["settings"], cell["metrics"]
-        by_system = scores.setdefault(settings["task"], {})
-        by_system.setdefault(settings["system"], {})[settings["seed"]] = 100 * metrics["score"]
-        baseline, examples[settings["task"]] = settings["baseline"], metrics["train_examples"]
-        removed[settings["task"], settings["system"]] = metrics["input_sparsity"]
-    scores = with_task_mean(scores)
-    pairs = {
-        (task, system): (values, by_system.get(baseline, {}))
-        for task, by_system in scores.items()
-        for system, values in by_system.items()
-        if system != baseline
+def _summary(finished: Cells) -> list[Table]:
+    """Means over seeds by task and system, and the paired difference of each system to the first."""
+    baseline = [*finished.values()][-1]["settings"]["baseline"]
+    removed = by_seed(finished, "input_sparsity", "task", "system")
+    examples = by_seed(finished, "train_examples", "task")
+    by_task = with_task_mean(nested(by_seed(finished, "score", "task", "system", times=100)))
+    scores: dict[tuple[str, str], Seeds] = {
+        (task, system): numbers for task, systems in by_task.items() for system, numbers in systems.items()
     }
-    compared = compare_seeds(pairs, 1)
+    compared = against(scores, 1, lambda key: (key[0], baseline))
     rows = []
-    for task, by_system in scores.items():
-        for system, values in by_system.items():
-            row = {"task": task, "system": system, "training examples": str(examples.get(task, ""))}
-            # At their own lengths, most of which are far below that of the mask.
-            row["removed on inputs"] = f"{removed[task, system]:.1%}" if (task, system) in removed else ""
-            row["score"] = mean_text(values.values(), 1)
-            if (task, system) in compared:
-                row["minus the first"], row["p (Holm)"] = compared[task, system]
-            rows.append(row | {"seeds": str(len(values))})
+    for (task, system), values in scores.items():
+        row = {"task": task, "system": system}
+        row["training examples"] = f"{mean(examples[task]):.0f}" if task in examples else ""
+        # At their own lengths, most of which are far below that of the mask.
+        row["removed on inputs"] = f"{mean(removed[task, system]):.1%}" if (task, system) in removed else ""
+        row["score"] = mean_text(values.values(), 1)
+        if (task, system) in compared:
+            row["minus the first"], row["p (Holm)"] = compared[task, system]
+        rows.append(row | {"seeds": str(len(values))})
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
         "the head, the order of the examples and dropout, and not the mask and its recovery: there is one of each; "
@@ -177,52 +128,19 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Tasks through the masks", rows, notes)]
 
 
-def with_task_mean(scores: Mapping[str, dict[str, dict[int, float]]]) -> dict[str, dict[str, dict[int, float]]]:
-    """
-    Add the mean over the tasks, for the seeds that have all of them. A task with a single seed, which would leave one
-    seed of the others, is left out if there are tasks with several.
-
-    Args:
-        scores (`dict[str, dict[str, dict[int, float]]]`): Score by task, system and seed.
-
-    Returns:
-        `dict[str, dict[str, dict[int, float]]]`: The same, with the task `"mean"` if it is of several tasks and there
-        is a seed that has all of them. Systems without such a seed are not in it.
-    """
-    several = {task: systems for task, systems in scores.items() if all(len(seeds) > 1 for seeds in systems.values())}
-    tasks = list((several or scores).values())
-    means = {}
-    for system, values in tasks[0].items():
-        seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in tasks)]
-        if seeds:
-            means[system] = {seed: statistics.fmean(of_task[system][seed] for of_task in tasks) for seed in seeds}
-    return {**scores, "mean": means} if means and len(tasks) > 1 else dict(scores)
-
-
-def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
-    """
-    Plot the scores of every system, a panel per task.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        path (`Path`): Image to write.
-        title (`str`): Title of the figure.
-    """
-    panels: dict[str, dict[str, list[float]]] = {}
-    for cell in finished.values():
-        settings = cell["settings"]
-        by_system = panels.setdefault(f"{settings['task']}, score", {})
-        by_system.setdefault(settings["system"], []).append(100 * cell["metrics"]["score"])
-    plot_values(panels, path, title, next(iter(finished.values()))["settings"]["baseline"])
+def _draw(finished: Cells, path: Path, title: str) -> None:
+    scores = nested(by_seed(finished, "score", "task", "system", times=100))
+    baseline = next(iter(finished.values()))["settings"]["baseline"]
+    draw_panels({f"{task}, score": systems for task, systems in scores.items()}, path, title, baseline)
 
 
 EXPERIMENT = Experiment(
     title="Tasks through the masks of a trained MiniLM",
     arguments=MiniLMTasks,
     scales={"tiny": {}, "paper": {"max_train_examples": 10**9}},
-    cells=cells,
-    check=check,
-    run=run,
+    cells=_cells,
+    check=_check,
+    run=_run,
     columns={
         "score": ("score", "{:.3f}"),
         "input_sparsity": ("removed on inputs", "{:.1%}"),
@@ -230,6 +148,7 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s", "{:.0f}"),
     },
     plot=("seed", "score", "system"),
-    draw=draw,
-    summary=summary,
+    draw=_draw,
+    summary=_summary,
+    smallest={"max_train_examples": 8, "num_train_epochs": 1.0, "max_length": 32},
 )

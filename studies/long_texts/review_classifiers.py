@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from sparsebert.data.tasks import glue
 from sparsebert.models.loading import carries_mask, load
 
-from .base_models import located
-from .recipe_sections import finetuned
+from ..shared.base_models import located
+from ..shared.recipe_sections import finetuned
 
 
 # Tokens of a batch of inference, padding included.
@@ -24,16 +24,7 @@ TASK = "sst2"
 
 
 def check_reviews(reviews: str | None) -> None:
-    """
-    Check that there are texts.
-
-    Args:
-        reviews (`str`, *optional*): Folder of the texts.
-
-    Raises:
-        ValueError: If it is missing, or lacks a split.
-        FileNotFoundError: If there is no such folder.
-    """
+    """Check that there are texts."""
     if reviews is None:
         raise ValueError("--reviews is needed: a folder of texts")
     if not Path(reviews).is_dir():
@@ -46,15 +37,6 @@ def write_rows(cell: dict[str, Any], folder: Path, further: int = 0) -> dict[str
     """
     Draw the long texts of a cell and write those to train on and to classify to the folder `data`, in the format of
     `TASK`.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell.
-        further (`int`, *optional*, defaults to 0): Number of texts to draw from the split `train` in addition, at
-            most. They stand at the end of its list, and are not written.
-
-    Returns:
-        `dict[str, list[dict]]`: `"sentence"` and `"label"` of each text, by split (`"train"`, `"test"`).
     """
     tokenizer = AutoTokenizer.from_pretrained(located(cell["model"]))
     numbers = {"train": cell["train_examples"] + further, "test": cell["test_examples"]}
@@ -70,18 +52,7 @@ def write_rows(cell: dict[str, Any], folder: Path, further: int = 0) -> dict[str
 def trained(
     cell: dict[str, Any], folder: Path, model_folder: str, model: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """
-    Fine-tune a model on the texts of a cell, in the folder `run`.
-
-    Args:
-        cell (`dict`): Settings of the cell.
-        folder (`Path`): Output folder of the cell, with the texts.
-        model_folder (`str`): Folder or Hub id of the model.
-        model (`dict`, *optional*): Fields of the section `model` of the recipe.
-
-    Returns:
-        `dict`: Metrics of the fine-tuning.
-    """
+    """Fine-tune a model on the texts of a cell, in the folder `run`."""
     data = {"task": TASK, "data": str(folder / "data"), "model": model_folder, "max_length": cell["max_length"]}
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
     training |= {"per_device_train_batch_size": cell["batch_size"], "train_sampling_strategy": "group_by_length"}
@@ -89,13 +60,7 @@ def trained(
 
 
 def classifier(folder: Path, bf16: bool) -> Any:
-    """
-    A classifier, with its mask if it has one, in evaluation mode.
-
-    Args:
-        folder (`Path`): Folder of the model.
-        bf16 (`bool`): Whether the weights become bfloat16.
-    """
+    """A classifier, with its mask if it has one, in evaluation mode."""
     model: Any = load(folder, AutoModelForSequenceClassification) if carries_mask(str(folder)) else None
     model = (model or AutoModelForSequenceClassification.from_pretrained(folder)).eval()
     return model.to(torch.bfloat16) if bf16 else model
@@ -104,16 +69,7 @@ def classifier(folder: Path, bf16: bool) -> Any:
 def score(
     model: Any, tokenizer: Any, rows: list[dict[str, Any]], max_length: int, split: bool = False
 ) -> dict[str, float]:
-    """
-    Classify texts and take the time.
-
-    Args:
-        model, tokenizer, max_length, split: See [`classify`].
-        rows (`list[dict]`): `"sentence"` and `"label"` of each text.
-
-    Returns:
-        `dict[str, float]`: `"accuracy"`, and `"ms_per_text"`, the CPU time of a text in milliseconds.
-    """
+    """Classify texts and take the time."""
     start = time.process_time()
     predicted = classify(model, tokenizer, [row["sentence"] for row in rows], max_length, split)
     seconds = (time.process_time() - start) / len(rows)
@@ -124,21 +80,7 @@ def score(
 def long_rows(
     reviews: str, tokenizer: Any, longer_than: int, numbers: Mapping[str, int]
 ) -> dict[str, list[dict[str, Any]]]:
-    """
-    Draw long texts with a fixed seed.
-
-    Args:
-        reviews (`str`): Folder of the texts, see [`~studies.long_texts.long_reviews.LongReviews`].
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer that counts their tokens.
-        longer_than (`int`): Only texts with more tokens are drawn.
-        numbers (`dict[str, int]`): Number of texts to draw by split, at most.
-
-    Returns:
-        `dict[str, list[dict]]`: `"sentence"` and `"label"` of each text, by split.
-
-    Raises:
-        ValueError: If a split has no such text.
-    """
+    """Draw long texts with a fixed seed."""
     texts = glue.load(TASK, reviews, list(numbers), skip_bad=True)
     drawn = {}
     for split, number in numbers.items():
@@ -160,20 +102,7 @@ def _long_texts(texts, tokenizer, longer_than):
 
 
 def classify(model: Any, tokenizer: Any, texts: list[str], max_length: int, split: bool = False) -> list[int]:
-    """
-    The label of each text.
-
-    Args:
-        model (`PreTrainedModel`): A model for sequence classification.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        texts (`list[str]`): The texts.
-        max_length (`int`): Tokens to which they are truncated.
-        split (`bool`, *optional*, defaults to `False`): Whether to cut a text into parts of `max_length` tokens
-            instead, and to average the probabilities of its parts.
-
-    Returns:
-        `list[int]`: Index of the most probable label.
-    """
+    """The label of each text."""
     parts = tokenizer(texts, truncation=True, max_length=max_length, return_overflowing_tokens=split)
     source = parts.pop("overflow_to_sample_mapping", None) or list(range(len(texts)))
     lengths = [len(ids) for ids in parts["input_ids"]]

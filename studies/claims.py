@@ -1,7 +1,7 @@
 """
 The main claims of the papers, and what the committed results of `sparsebert reproduce` say about them.
 
-    python -m benchmarks.claims    # prints the table of results/README.md
+    python -m studies.claims    # prints the table of results/README.md
 
 A claim is a list of comparisons: what should be greater, and than what, by seed. It is refuted if one of them is
 significant the other way (paired t test, Holm's correction for all comparisons of the claim, also those that are still
@@ -16,14 +16,15 @@ from pathlib import Path
 
 from sparsebert.analysis.importance import OFFSET_GROUPS
 from sparsebert.analysis.tables import Table
-from studies.harness.seed_comparisons import holm, paired_difference
-from studies.shared.continued_pretraining import mean_of_draws
-from studies.sparsebert_paper.sparsebert_table2 import NAMES
-from studies.sparsebert_paper.sparsebert_table3 import MANUAL, window_losses
 
-from ._report import REPRODUCED
+from .harness.comparisons import Seeds, by_seed, of_system
+from .harness.seed_comparisons import holm, paired_difference
+from .sparsebert_paper.sparsebert_table2 import NAMES
+from .sparsebert_paper.sparsebert_table3 import MANUAL, window_losses
 
 
+# The committed results.
+REPRODUCED = Path(__file__).resolve().parents[1] / "results"
 LEVEL = 0.05
 # What counts as no harm: nats of MLM loss, BLEU, points of a task's score.
 LOSS_MARGIN, BLEU_MARGIN, SCORE_MARGIN = 0.02, 0.5, 1.0
@@ -39,8 +40,8 @@ class Comparison:
     """Numbers by seed, of which the first are greater if the claim holds."""
 
     label: str
-    greater: dict[int, float]
-    smaller: dict[int, float]
+    greater: Seeds
+    smaller: Seeds
 
     def seeds(self) -> list[int]:
         return sorted(self.greater.keys() & self.smaller.keys())
@@ -79,15 +80,6 @@ class Claim:
         return [Path(folder, f"{self.experiment}_tiny.json") for folder in self.folders]
 
 
-def by_seed(cells, metric, **settings):
-    """A metric by seed, of the cells with these settings."""
-    return {
-        cell["settings"]["seed"]: cell["metrics"][metric]
-        for cell in cells.values()
-        if all(cell["settings"].get(name) == value for name, value in settings.items())
-    }
-
-
 def _shifted(numbers, by):
     return {seed: number + by for seed, number in numbers.items()}
 
@@ -97,7 +89,7 @@ def _percent(numbers):
 
 
 def _importance(cells, better, worse):
-    groups = {name: by_seed(cells, f"p_{name}", system="soft") for name in (*OFFSET_GROUPS, "special_tokens")}
+    groups = {name: of_system(cells, f"p_{name}", system="soft") for name in (*OFFSET_GROUPS, "special_tokens")}
     return [
         Comparison(f"P {one.replace('_', ' ')} - P {other.replace('_', ' ')}", groups[one], groups[other])
         for one in better or groups
@@ -107,9 +99,9 @@ def _importance(cells, better, worse):
 
 
 def _without_diagonal(cells):
-    dense = by_seed(cells, "mlm_loss", system="dense")
-    no_diag = by_seed(cells, "mlm_loss", system="no_diag")
-    drawn = mean_of_draws(cells, "mlm_loss", "system").get(("random_drop",), {})
+    dense = of_system(cells, "mlm_loss", system="dense")
+    no_diag = of_system(cells, "mlm_loss", system="no_diag")
+    drawn = by_seed(cells, "mlm_loss", "system").get("random_drop", {})
     return [
         Comparison(f"loss: dense + {LOSS_MARGIN} - no_diag", _shifted(dense, LOSS_MARGIN), no_diag),
         Comparison("loss: random_drop - dense", drawn, dense),
@@ -118,7 +110,7 @@ def _without_diagonal(cells):
 
 
 def _tasks_without_diagonal(cells):
-    scores = {key: _percent(numbers) for key, numbers in mean_of_draws(cells, "score", "task", "system").items()}
+    scores = by_seed(cells, "score", "task", "system", times=100)
 
     def comparison(task, better, margin, worse):
         more = f" + {margin:g}" if margin else ""
@@ -140,8 +132,8 @@ def _manual_without_diagonal(cells):
     return [
         Comparison(
             f"loss: {manual} + {LOSS_MARGIN} - {manual}_no_diag",
-            _shifted(by_seed(cells, "mlm_loss", system=manual), LOSS_MARGIN),
-            by_seed(cells, "mlm_loss", system=f"{manual}_no_diag"),
+            _shifted(of_system(cells, "mlm_loss", system=manual), LOSS_MARGIN),
+            of_system(cells, "mlm_loss", system=f"{manual}_no_diag"),
         )
         for manual in MANUAL
     ]
@@ -158,7 +150,7 @@ _SEARCHES = ("dam_s", "dam_u", "dam_s_probs", "dam_u_probs")
 
 def _learned_above_manual(cells):
     return [
-        _learned(cells, search, target, name, by_seed(cells, "mlm_loss", system=name))
+        _learned(cells, search, target, name, of_system(cells, "mlm_loss", system=name))
         for search in _SEARCHES
         for name, target in _AS_SPARSE.items()
     ]
@@ -173,7 +165,7 @@ def _learned_above_windows(cells):
 
 
 def _learned(cells, search, target, manual, losses):
-    own = by_seed(cells, "mlm_loss", system=f"{search}_target_{target:g}")
+    own = of_system(cells, "mlm_loss", system=f"{search}_target_{target:g}")
     return Comparison(f"loss: {manual} - {search} at {target:.1%}", losses, own)
 
 
@@ -181,8 +173,8 @@ def _stages(cells, better, worse):
     return [
         Comparison(
             f"loss at {target:.0%}: {worse} - {better}",
-            by_seed(cells, "mlm_loss", stage=worse, target=target),
-            by_seed(cells, "mlm_loss", stage=better, target=target),
+            of_system(cells, "mlm_loss", stage=worse, target=target),
+            of_system(cells, "mlm_loss", stage=better, target=target),
         )
         for target in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
     ]
@@ -190,7 +182,7 @@ def _stages(cells, better, worse):
 
 def _copying(cells):
     def accuracy(series):
-        return _percent(by_seed(cells, "second_half_accuracy", series=series, depth=4))
+        return _percent(of_system(cells, "second_half_accuracy", series=series, depth=4))
 
     return [
         Comparison(f"accuracy, %: {pattern} - {other}", accuracy(pattern), accuracy(other))
@@ -201,7 +193,7 @@ def _copying(cells):
 
 def _convolutions(cells):
     def loss(kind, count):
-        return by_seed(cells, "mlm_loss", series=kind, replaced_layers=count)
+        return of_system(cells, "mlm_loss", series=kind, replaced_layers=count)
 
     better = {count: ("attention", "sepconv") if count <= 2 else ("sepconv", "attention") for count in range(1, 7)}
     return [
@@ -281,7 +273,7 @@ def _union_as_dense(cells):
 def _mixers(cells, pairs):
     def accuracy(name):
         named = {key: cell for key, cell in cells.items() if key == name or key.startswith(f"{name}_seed_")}
-        return _percent(by_seed(named, "mlm_accuracy"))
+        return _percent(of_system(named, "mlm_accuracy"))
 
     return [Comparison(f"MLM accuracy, %: {one} - {other}", accuracy(one), accuracy(other)) for one, other in pairs]
 
@@ -435,15 +427,7 @@ def _comparisons(claim: Claim, folder: Path, paths: list[Path]) -> list[Comparis
 
 
 def table(folder: Path = REPRODUCED) -> Table:
-    """
-    All claims, a row each.
-
-    Args:
-        folder (`Path`): Folder of the results.
-
-    Returns:
-        [`Table`]
-    """
+    """All claims, a row each."""
     rows = []
     for claim in CLAIMS:
         paths = [path for path in claim.paths if (folder / path).is_file()]

@@ -1,0 +1,62 @@
+"""Settings with which every experiment runs in seconds, and the runner with its folders in `tmp_path`."""
+
+import json
+
+import pytest
+from study_inputs import known, write_inputs
+
+from sparsebert.commands import parse
+from studies.experiments import EXPERIMENTS
+from studies.harness.reproduction import ReproductionArguments, plan_cells, run_experiment
+
+
+@pytest.fixture
+def smallest(checkpoints, glue_folder, squad_folder, swag_folder, tmp_path):
+    """`smallest(name, **changed)`: settings of an experiment on small inputs."""
+    (tmp_path / "inputs").mkdir()
+    inputs = write_inputs(tmp_path / "inputs", checkpoints, glue_folder, squad_folder, swag_folder)
+    return lambda name, **changed: (
+        known(EXPERIMENTS[name], inputs | {"seeds": [5]}) | EXPERIMENTS[name].smallest | changed
+    )
+
+
+@pytest.fixture
+def cells_of(smallest):
+    """`cells_of(name, **changed)`: the checked cells of an experiment on small inputs."""
+    return lambda name, **changed: plan_cells(EXPERIMENTS[name], ReproductionArguments(), smallest(name, **changed))
+
+
+@pytest.fixture
+def run_cells(smallest, tmp_path):
+    """`run_cells(name, only, **changed)`: run cells of an experiment; its tables and finished cells."""
+
+    def run(name, only=None, **changed):
+        options = ReproductionArguments(output=str(tmp_path / "out"), runs=str(tmp_path / "runs"), only=only)
+        tables = run_experiment(name, options, smallest(name, **changed))
+        return tables, json.loads((tmp_path / f"out/{name}_tiny.json").read_text())["cells"]
+
+    return run
+
+
+@pytest.fixture
+def reproduce(tmp_path, capsys):
+    """`reproduce(*words)`: the verb with its folders in `tmp_path`, and errors as exceptions; what it printed."""
+
+    def run(*words, output="results", runs="runs"):
+        folders = ["--output", tmp_path / output, "--runs", tmp_path / runs]
+        command, values = parse(list(map(str, ["reproduce", *words, *folders])))
+        command.run(values).show(values["print"].get("json", False))
+        return capsys.readouterr().out
+
+    return run
+
+
+def finished(*cells):
+    """Finished cells, from pairs of settings and metrics."""
+    return {str(i): {"settings": settings, "metrics": metrics} for i, (settings, metrics) in enumerate(cells)}
+
+
+def rows_by(table, *names):
+    """The rows of a table by their entries in these columns."""
+    rows = table.as_json()["rows"]
+    return {row[names[0]] if len(names) == 1 else tuple(row[name] for name in names): row for row in rows}
