@@ -33,3 +33,14 @@ def write_inputs(root, checkpoints, glue, squad, swag):
 def known(experiment, values):
     """Those of the values that are settings of the experiment."""
     return {item.name: values[item.name] for item in fields(experiment.arguments) if item.name in values}
+
+
+def finished(*cells):
+    """Finished cells, from pairs of settings and metrics."""
+    return {str(i): {"settings": settings, "metrics": metrics} for i, (settings, metrics) in enumerate(cells)}
+
+
+def rows_by(table, *names):
+    """The rows of a table by their entries in these columns."""
+    rows = table.as_json()["rows"]
+    return {row[names[0]] if len(names) == 1 else tuple(row[name] for name in names): row for row in rows}

@@ -137,11 +137,12 @@ def named(checkpoints, tmp_path):
         places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
         places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
         # The reader's models, and layers of a model that has more than the one here.
-        given = {name: value for name, value in given.items() if name not in ("masked", "replaced")}
+        given = {name: value for name, value in given.items() if name not in ("model", "masked", "replaced")}
         places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
         models = {"model": checkpoints["stock"], "base_model": checkpoints["long"], "original": checkpoints["stock"]}
         models |= {"models": str(tmp_path / "cells"), "masked": [checkpoints["window"]], "replaced": [0, 2]}
+        models |= {"continue_from": checkpoints["stock"], "lengths": [40, 80]}
         found = {name: models[name] for name in models.keys() & {field.name for field in fields(arguments)}} | found
         for system in getattr(arguments(**found), "systems", ()):
             shutil.copytree(checkpoints["stock"], tmp_path / "cells" / system / "model")

@@ -29,13 +29,12 @@ SIZES = (
 # BERT's: sentence pairs, dropout, a constant batch, 1 % of the steps to warm up.
 PAPER = {"nsp": True, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "warmup_steps": 0.01}
 PAPER |= {"max_steps": -1}
-_DENSE = {"pattern": "dense", "search": None, "target_sparsity": None, "search_end": 1}
 # Name to recipe and its fields.
 SYSTEMS = {
     "cramming": ("cramming", {"target_sparsity": SPARSITY}),
     "paper": ("small", PAPER | {"search": "dam_s", "freeze_sparsity": SPARSITY}),
-    "cramming, dense": ("cramming", _DENSE),
-    "paper, dense": ("small", PAPER | _DENSE),
+    "cramming, dense": ("cramming", {"pattern": "dense"}),
+    "paper, dense": ("small", PAPER | {"pattern": "dense"}),
 }
 
 

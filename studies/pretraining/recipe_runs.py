@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
-
+from sparsebert.commands import parse
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.training.pretraining.pretraining_arguments import PretrainingArguments
-from sparsebert.training.recipes import load_recipe
 
 from ..shared.recipe_sections import check_texts
 
 
-SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
 # Sizes of a model that is trained in seconds, for tests.
 SMALLEST = {
     "vocab_size": 150, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
@@ -40,12 +36,13 @@ class RecipeSettings:
 
 def cell_recipe(cell: dict[str, Any], recipe: str, folder: Path, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """A recipe with the text and the fields of a cell, and further fields; those that are `None` are set to null."""
-    words = [recipe]
+    words = ["pretrain", recipe]
     own = {"text": cell["text"], "validation": cell["validation"], "output_dir": str(folder), "seed": cell["seed"]}
     own |= {"pictures": False, "report_to": "none", "disable_tqdm": True, **(cell["fields"] or {}), **fields}
     for name, value in own.items():
         words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    return load_recipe(words, SECTIONS)
+    _, values = parse(words)
+    return {section: values[section] for section in ("data", "model", "training")}
 
 
 def check_recipe(cell: dict[str, Any], recipe: str, fields: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from sparsebert.checks import check_range
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_dataset
 from sparsebert.hub import read_config
+from sparsebert.learning.mask_description import pattern_mask
+from sparsebert.learning.mask_search import described_search
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
@@ -127,7 +129,7 @@ def check_continued(cell: dict[str, Any], model: dict[str, Any] | None = None) -
     if model:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **model)
-        described_search(config) if config.search else pattern_mask(config)
+        described_search(config, config.carrier) if config.search else pattern_mask(config, config.carrier)
     check_texts(cell)
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 from sparsebert.checks import check_choice, check_range
 from sparsebert.hub import read_config
+from sparsebert.learning.mask_search import described_search
 from sparsebert.learning.searches import SEARCHES
 from sparsebert.masks.matched import VARIED
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.described_masks import described_search
 from sparsebert.models.loading import check_folder
 from sparsebert.training.searching.search_arguments import FIELDS
 
@@ -18,7 +18,8 @@ def check_search(model: str, length: int, **fields: Any) -> None:
     """Check a search with a target for a model; a sparsity that is out of its reach is refused."""
     config = read_config(located(model))
     sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    described_search(SparseBertConfig(**(FIELDS | sizes | {"mask_length": length} | fields)))
+    asked = SparseBertConfig(**(FIELDS | sizes | {"mask_length": length} | fields))
+    described_search(asked, asked.carrier)
 
 
 def check_masks(cell: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The benchmarks run, report what they should, and refuse to time what is wrong."""
 
-import copy
-import importlib
 import json
 import shlex
 import sys
@@ -18,29 +16,21 @@ from benchmarks import (
     encoders,
     layer,
     long_inputs,
-    long_texts,
     model,
-    offsets,
-    positions,
     pretrain,
     search,
-    separators,
 )
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
-from benchmarks._pretraining import run as run_pretraining
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import lease
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
-from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.attention.kernels import sdpa
 from sparsebert.attention.kernels.bias_operator import bias_attention
 from sparsebert.commands import main
-from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.tiles import tile_shares
-from sparsebert.models.lengthening import METHODS
 
 
 REPORT_FIELDS = {"command", "commit", "date", "hardware", "quick", "tokens", "cells"}
@@ -217,18 +207,6 @@ def test_search_reports_time_and_memory(tmp_path, capsys):
     assert "Peak memory" in capsys.readouterr().out
 
 
-def test_runs_of_another_text_are_not_taken_for_these(tmp_path):
-    folder, options = tmp_path / "run", SimpleNamespace(text="a.txt", validation=None, recipe="small", threads=1)
-    folder.mkdir()
-    (folder / "metrics.json").write_text('{"mlm_loss": 1.0}')
-    flags = {"text": "a.txt", "output_dir": str(folder), "overwrite": "true", "seed": "1"}
-    Path(f"{folder}.flags.json").write_text(json.dumps(flags | {"recipe": "small", "threads": "1"}))
-    assert run_pretraining(folder, {"seed": 1}, options) == {"mlm_loss": 1.0}
-    for field, value in (("text", "b.txt"), ("validation", "b.txt"), ("recipe", "bert_base"), ("threads", 2)):
-        with pytest.raises(ValueError, match=f"holds a run with {field} .*, not {value}: choose another"):
-            run_pretraining(folder, {"seed": 1}, SimpleNamespace(**vars(options) | {field: value}))
-
-
 @pytest.mark.parametrize(
     "system", [*pretrain.SYSTEMS, *(f"dense+{option}" for option in OPTIONS if option != "compile")]
 )
@@ -319,161 +297,6 @@ def test_rows_that_were_measured_in_parts_are_one_row():
         "all_logits": "", "unfused": "", "compile": "", "checkpoint": "",
     }  # fmt: skip
     assert tables["options.ratios"].rows[0][5] == "0.50 [0.40, 0.60] slower"
-
-
-def test_distances_at_which_positions_are_alike():
-    angles = torch.arange(12) * torch.pi / 3  # a period of 6
-    alike = offsets.similarity(torch.stack([angles.sin(), angles.cos()], 1))
-    assert alike[:7].tolist() == pytest.approx([1, 0.5, -0.5, -1, -0.5, 0.5, 1], abs=1e-5)
-    kept = [0.0] * 100
-    kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
-    table = offsets.table({"kept": kept, "similarity": [0.1] * 100, "correlation": -0.2})
-    assert table.rows[0] == ["50 to 52", "30%", "+0.10"] and table.rows[1][0] == "all from 40 on"
-    assert table.rows[2][-1] == "-0.20"
-
-
-def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
-    torch.manual_seed(0)
-    monkeypatch.setattr(separators, "STEPS", 3)
-    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
-    word_tokenizer.save_pretrained(tmp_path / "stock")
-    (tmp_path / "text").write_text(" ".join(f"w{i % 90}" for i in range(2500)))
-    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text"), "--length", "64"]
-    separators.main([*arguments, "--rows", "16", "--output", str(tmp_path / "report.json")])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert {cell["mask"] for cell in report["cells"]} == {"dam_s", "window", "bigbird", "star"}
-    assert all(cell["low"] <= cell["gain"] <= cell["high"] for cell in report["cells"])
-    assert [row[:2] for row in separators.table(report).rows][0] == ["dam_s", "90%"]
-    rows = separators.make_rows((tmp_path / "text").read_text(), word_tokenizer, 4, 64, 0)
-    assert ((rows == word_tokenizer.sep_token_id).sum(1) == 2).all()
-
-
-def test_positions(tmp_path, tiny_config, word_tokenizer, glue_folder):
-    torch.manual_seed(0)
-    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
-    word_tokenizer.save_pretrained(tmp_path / "stock")
-    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
-    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
-    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
-    arguments += ["--stsb", str(glue_folder / "STS-B")]
-    positions.main([*arguments, "--documents", "4", "--output", str(tmp_path / "report.json")])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["documents"] == 4 and report["known"] == 64
-    assert report["spearman"]["tile"] == report["spearman"]["truncated"] != report["spearman"]["interpolate"]
-    assert [row[0] for row in positions.table(report).rows] == ["truncated", "mean of two halves", *METHODS]
-    # The end of the first is nearer to the second, that of the second to itself.
-    ends, beginnings = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
-
-
-def test_long_texts(tmp_path, tiny_config, word_tokenizer, capsys):
-    torch.manual_seed(0)
-    stock = BertModel(tiny_config(BertConfig, max_position_embeddings=64))
-    stock.save_pretrained(tmp_path / "stock")
-    word_tokenizer.save_pretrained(tmp_path / "stock")
-    attach(extend_positions(stock, 128), "window", mask_length=128).save_pretrained(tmp_path / "masked")
-    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
-    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
-    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
-    arguments += ["--masked", str(tmp_path / "masked"), "--precisions", "float32", "int8"]
-    arguments += ["--output", str(tmp_path / "report.json"), "--documents", "4"]
-    for lengths, message in (
-        ("100", "must be multiples of the 64 tokens"),
-        ("256", "reads 128 tokens, which --lengths lacks"),
-    ):
-        with pytest.raises(SystemExit):
-            long_texts.main([*arguments, "--lengths", lengths])
-        assert message in capsys.readouterr().err
-    long_texts.main([*arguments, "--lengths", "128"])
-    report = json.loads((tmp_path / "report.json").read_text())
-    cells = report["cells"]
-    names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole", "masked, split"]
-    assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
-    assert report["texts"] == 4 and report["score"] == "MRR"
-    assert all(len(cell["scores"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
-    assert all((cell["removed"] > 0.5) == cell["system"].startswith("masked") for cell in cells)
-    assert len(long_texts.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
-    with pytest.raises(SystemExit):
-        long_texts.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
-    assert "second system with the name 'masked'" in capsys.readouterr().err
-    for split in ("train", "test"):
-        rows = [{"text": " ".join(["w1 w2" if i % 2 else "w3 w4"] * 60), "label": i % 2} for i in range(20)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments[2:4] = ["--reviews", str(tmp_path)]
-    long_texts.main([*arguments, "--documents", "20", "--lengths", "128"])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["score"] == "accuracy" and report["texts"] == 40
-    assert all(cell["scores"] == [1] * 20 for cell in report["cells"])
-
-
-def test_parts_of_documents(tiny_config, word_tokenizer):
-    torch.manual_seed(0)
-    model = BertModel(tiny_config(BertConfig, max_position_embeddings=64)).eval()
-    words = [[f"w{(7 * i + d) % 90}" for i in range(124)] for d in range(3)]
-    ids = [word_tokenizer.convert_tokens_to_ids(document) for document in words]
-    found, seconds = long_texts.embedded(model, word_tokenizer, ids, 128, 64)
-    halves = [
-        long_texts.embedded(model, word_tokenizer, [part[at : at + 62] for part in ids], 64, 64)[0] for at in (0, 62)
-    ]
-    torch.testing.assert_close(found, torch.nn.functional.normalize(sum(halves), dim=-1))
-    shorter = [part[: 62 + 31] for part in ids]
-    found = long_texts.embedded(model, word_tokenizer, shorter, 128, 64)[0]
-    second = long_texts.embedded(model, word_tokenizer, [part[62:93] for part in ids], 64, 64)[0]
-    torch.testing.assert_close(found, torch.nn.functional.normalize(halves[0] + second / 2, dim=-1))
-    assert seconds > 0 and (halves[0] - halves[1]).abs().max() > 1e-3
-
-
-def test_what_long_texts_are_compared_with():
-    ranks = {"dense, truncated": [0.1, 0.2, 0.3], "dense, whole": [0.4, 0.5, 0.9]}
-    ranks |= {"dense, split": [0.3, 0.5, 0.4], "a, whole": [0.6, 0.6, 0.9]}
-    cells = [
-        {"system": name, "length": 1024 if "truncated" not in name else 512, "precision": precision, "cpu_ms": 1.0}
-        | {"removed": 0.0}
-        | {"scores": [rank + shift for rank in own]}
-        for precision, shift in (("float32", 0.0), ("int8", 0.05))
-        for name, own in ranks.items()
-    ]
-    rows = long_texts.table({"cells": cells, "score": "MRR"}).as_json()["rows"]
-    for own in (rows[:4], rows[4:]):
-        differences = [
-            [row.get(f"minus {name}", "").split(" [")[0] for row in own] for name in ("truncated", "whole", "split")
-        ]
-        assert differences[0] == ["", "+0.400", "+0.200", "+0.500"]
-        assert differences[1] == ["", "", "-0.200", "+0.100"]
-        assert differences[2] == ["", "", "", "+0.300"]
-
-
-@pytest.mark.parametrize("name", separators.PATTERNS)
-@pytest.mark.parametrize("sparsity", separators.SPARSITIES)
-def test_masks_have_as_many_entries_with_the_separators(name, sparsity):
-    length = 128
-    extra = separators.added_by_separators(name, length)
-    sparsities = (sparsity, sparsity + extra)
-    last, every = (matched_pattern(name, own, length, 4, 1, 0).to_table(length) for own in sparsities)
-    counts = []
-    for place in range(20, length - 20, 8):
-        kept = every.clone()
-        kept[..., [place, -1], :] = kept[..., [place, -1]] = True
-        counts.append(kept.sum().item())
-    assert sum(counts) / len(counts) == pytest.approx(last.sum().item(), rel=0.03)
-
-
-def test_separators_are_kept_in_every_row(tiny_config):
-    torch.manual_seed(0)
-    stock = BertModel(tiny_config(BertConfig, attn_implementation="eager")).eval()
-    rows = torch.randint(5, stock.config.vocab_size, (3, 16))
-    rows[0, 5] = rows[1, 9] = 4
-    nothing = torch.zeros(1, stock.config.num_attention_heads, 16, 16, dtype=torch.bool)
-    # As the library's own mask, for rows of one kind.
-    for row, place in ((0, 5), (1, 9)):
-        keep = nothing.clone()
-        keep[..., place, :] = keep[..., :, place] = True
-        mask = SparseMask(keep, 16)
-        attached = attach(copy.deepcopy(stock), mask, attn_implementation="sparse_eager")
-        with torch.no_grad():
-            want = attached(rows[row : row + 1]).last_hidden_state.mean(1)
-        found = separators.pooled(stock, rows, nothing, separator=4)[row : row + 1]
-        torch.testing.assert_close(found, want)
 
 
 def test_goals_that_are_missed_are_named():
@@ -737,32 +560,12 @@ def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
             )
 
 
-MISSING = {
-    "long_texts": ["--weights", "no/model", "--text", "no.txt"],
-    "separators": ["--weights", "no/model", "--text", "no.txt"],
-    "offsets": ["--model", "no/model"],
-    "positions": ["--weights", "no/model", "--text", "no.txt", "--stsb", "no/stsb"],
-    "sentences": ["--model", "no/model", "--data", "no/stsb"],
-    "encoders": ["--weights", "no/model", "--lengths", "32", "--device", "cpu"],
-}
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_missing_inputs_end_with_one_line(name, tmp_path, capsys):
-    module = importlib.import_module(f"benchmarks.{name}")
+def test_missing_inputs_end_with_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        (module.run if name == "encoders" else module.main)([*MISSING[name], "--output", str(tmp_path / "out.json")])
+        words = ["--weights", "no/model", "--lengths", "32", "--device", "cpu", "--output", str(tmp_path / "out.json")]
+        encoders.run(words)
     error = capsys.readouterr().err.rpartition("error: ")[2]
-    assert ended.value.code == 2 and len(error) > 20 and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["long_texts", "separators", "offsets", "positions", "sentences"])
-def test_the_folder_of_the_results_is_checked_first(name, tmp_path, capsys):
-    module = importlib.import_module(f"benchmarks.{name}")
-    with pytest.raises(SystemExit):
-        module.main([*MISSING[name], "--output", str(tmp_path / "no/out.json")])
-    assert f"--output: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert ended.value.code == 2 and len(error) > 20 and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

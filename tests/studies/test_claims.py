@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
 from sparsebert.masks.patterns import build_pattern
+from studies.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
 from studies.experiments import EXPERIMENTS
-from studies.sparsebert_paper.sparsebert_table3 import MasksStudy, window_losses
+from studies.sparsebert_paper.sparsebert_table3 import MasksStudy
 
 
 class Numbers(dict):
@@ -50,24 +50,6 @@ def test_learned_and_manual_masks_keep_as_much(name):
     model = EXPERIMENTS["sparsebert_table3"].cells(MasksStudy(seeds=[1]))[f"{name}_seed_1"]["model"]
     manual = build_pattern(model["pattern"], 128, 12, **model["pattern_kwargs"])
     assert _AS_SPARSE[name] == pytest.approx(manual.sparsity, abs=0.011)
-
-
-def test_windows_are_compared_at_the_sparsity_of_the_learned_mask():
-    """On the line through the two nearest, seed by seed; with one window its own loss, without one nothing."""
-    systems = {"window_0.8": (0.8, 3.0), "window_0.9": (0.9, 3.2), "window_0.5": (0.5, 1.0), "dam_s": (0.92, 3.1)}
-
-    def cells(seed, *names):
-        return {
-            f"{name}_seed_{seed}": {
-                "settings": {"system": name, "seed": seed},
-                "metrics": {"sparsity": systems[name][0], "mlm_loss": systems[name][1] + seed},
-            }
-            for name in names
-        }
-
-    systems["window_0.91"] = systems["window_0.9"]  # a near target, which the same window meets
-    finished = cells(1, *systems) | cells(2, "window_0.9", "dam_s") | cells(3, "dam_s")
-    assert window_losses(finished, "dam_s") == {1: pytest.approx(4.24), 2: pytest.approx(5.2)}
 
 
 def compared(*differences):

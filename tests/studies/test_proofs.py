@@ -1,17 +1,20 @@
-"""Contextual mappings: layers against their formulas, lemmas on all inputs, and the page that shows them."""
+"""The proofs as programs: layers against their formulas, lemmas on all inputs, scales of maps, and their page."""
 
 import doctest
 import io
 import itertools
 import json
+import math
 import re
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from sparsebert.attention.probability_maps import PROBABILITY_MAPS, MapFunction
 from sparsebert.theory.verdicts import check_cases, details, pattern_case, verdict_table
 from studies.proofs.contextual_layers import (
     Head,
@@ -36,6 +39,14 @@ from studies.proofs.contextual_mappings import (
     pattern_tables,
     plot_shifts,
     standard_checks,
+)
+from studies.proofs.hardmax_scales import (
+    SCALE_FORMULAS,
+    check_scale,
+    hardmax_scale,
+    least_probability,
+    scales_table,
+    standard_scales,
 )
 
 
@@ -251,3 +262,109 @@ def test_page_shows_what_is_found():
 def test_page_has_its_figure():
     pictures = re.findall(r"\]\((\S+\.png)\)", PAGE.read_text())
     assert pictures and all((PAGE.parent / picture).is_file() for picture in pictures)
+
+
+# Assumption 2 of O(n) Connections are Expressive Enough: a scaled map approaches the hardmax.
+
+MAPS = {"topk": {"k": 3}, "sparsegen_lin": {"lam": 0.3}, "entmax": {"alpha": 1.3}}
+SCALES = [
+    *((name, MAPS.get(name, {})) for name in SCALE_FORMULAS),
+    ("topk", {"k": 1}),
+    ("sparsegen_lin", {"lam": 0.9}),
+    ("sparsegen_lin", {"lam": -2.0}),
+    ("entmax", {"alpha": 1}),
+    ("entmax", {"alpha": 1.05}),
+    ("entmax", {"alpha": 4.0}),
+]
+
+
+def needs_package(name):
+    if PROBABILITY_MAPS[name].needs_entmax:
+        pytest.importorskip("entmax")
+
+
+@pytest.mark.parametrize("name, parameters", SCALES, ids=str)
+def test_assumption_2(name, parameters):
+    needs_package(name)
+    length = 9
+    for margin in (1e-2, 0.5, 3.0):
+        others = torch.cat([torch.zeros(1, length - 1), -5 * torch.rand(50, length - 1)]).double()
+        scores = torch.cat([others.amax(-1, keepdim=True) + margin, others], dim=-1)  # all equal is the worst case
+        for error in (1e-4, 0.1, 0.9, 1.0):
+            t = hardmax_scale(name, margin, error, length, **parameters)
+            assert t > 0
+            probs = PROBABILITY_MAPS[name](t * scores, **parameters)
+            assert (probs[:, 0] >= 1 - error - 1e-9).all()
+            assert (probs[:, 1:].sum(-1) <= error + 1e-9).all()
+            checked = check_scale(name, margin, error, length, **parameters)
+            assert checked.scale == t and checked.verdict == "holds"
+
+
+def test_closed_forms_of_the_scale():
+    """O(n) Connections are Expressive Enough, Section B."""
+    assert hardmax_scale("softmax", 0.5, 0.1, 8) == pytest.approx(math.log(7 * 9) / 0.5)
+    assert hardmax_scale("topk", 0.5, 0.1, 8, k=3) == pytest.approx(math.log(2 * 9) / 0.5)
+    assert hardmax_scale("sparsemax", 0.5, 0.1, 8) == hardmax_scale("sparsegen_lin", 0.5, 0.1, 8, lam=0.7) == 1.8
+    assert hardmax_scale("entmax", 0.5, 0.1, 8, alpha=1.5) == hardmax_scale("entmax15", 0.5, 0.1, 8) == 4.0
+
+
+@pytest.mark.parametrize("name", SCALE_FORMULAS)
+def test_the_check_finds_a_scale_that_is_too_small(name):
+    """An eighth of the scale is too little for some scores: the forms are not trivial."""
+    needs_package(name)
+    t = hardmax_scale(name, 0.5, 0.1, 8, **MAPS.get(name, {}))
+    assert least_probability(name, t, 0.5, 8, MAPS.get(name, {})) >= 0.9 - 1e-9
+    assert least_probability(name, t / 8, 0.5, 8, MAPS.get(name, {})) < 0.9
+
+
+def test_every_map_is_in_the_table():
+    table = scales_table(standard_scales())
+    assert {row[0] for row in table.rows} == set(PROBABILITY_MAPS)
+    assert {row[-1] for row in table.rows} <= {"holds", "unknown"}
+    json.dumps([scale.as_json() for scale in standard_scales()])
+
+
+def test_a_map_without_a_formula_is_unknown(monkeypatch):
+    def powers(scores, *, power):
+        return scores.abs() ** power / (scores.abs() ** power).sum(-1, keepdim=True)
+
+    monkeypatch.setitem(PROBABILITY_MAPS, "squares", MapFunction(powers))
+    (found,) = (scale for scale in standard_scales() if scale.name == "squares")
+    assert found.verdict == "unknown" and found.scale is None and found.as_json()["verdict"] == "unknown"
+    table = scales_table(standard_scales())
+    assert ["squares", "unknown"] in [[row[0], row[-1]] for row in table.rows]
+    assert "squares: no scale is known for this map" in table.notes
+    with pytest.raises(ValueError, match="no scale is known for the probability map 'squares'"):
+        hardmax_scale("squares", 1.0, 0.1, 8, power=2)
+
+
+def test_a_map_whose_package_is_missing_is_unknown(monkeypatch):
+    def missing(scores):
+        raise ValueError("needs the package entmax")
+
+    monkeypatch.setitem(PROBABILITY_MAPS, "sparsemax", MapFunction(missing, needs_entmax=True))
+    found = check_scale("sparsemax", 0.5, 0.1, 8)
+    assert found.scale == 1.8 and found.verdict == "unknown" and "entmax" in found.reason
+
+
+def test_a_formula_that_is_wrong_fails(monkeypatch):
+    monkeypatch.setitem(SCALE_FORMULAS, "softmax", lambda error, length: 1.0)
+    assert check_scale("softmax", 1.0, 0.1, 8).verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    "arguments, parameters, said",
+    [
+        (("softmax", 0.0, 0.1, 8), {}, "margin must be more than 0, got 0.0"),
+        (("softmax", math.inf, 0.1, 8), {}, "margin must be more than 0, got inf"),
+        (("softmax", 1.0, 0.0, 8), {}, r"error must be in \(0, 1\], got 0.0"),
+        (("softmax", 1.0, 1.5, 8), {}, r"error must be in \(0, 1\], got 1.5"),
+        (("entmax", 1.0, 0.1, 8), {"alpha": "learned"}, "must be numbers here, got 'learned'"),
+        (("softmaks", 1.0, 0.1, 8), {}, "'softmaks'"),
+        (("topk", 1.0, 0.1, 8), {"k": 9}, "k"),
+    ],
+)
+def test_bad_scales(arguments, parameters, said):
+    for function in (hardmax_scale, check_scale):
+        with pytest.raises(ValueError, match=said):
+            function(*arguments, **parameters)
