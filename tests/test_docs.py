@@ -117,6 +117,10 @@ EXPERIMENT_COMMANDS = {
 }
 
 
+# Settings that name the reader's models, or layers of a model that has more than the one here.
+_MODELS = ("model", "masked", "replaced", "continue_from")
+
+
 @pytest.fixture
 def named(checkpoints, tmp_path):
     """`named(arguments, given)`: the settings of an experiment, with files in place of the names on the pages."""
@@ -136,8 +140,7 @@ def named(checkpoints, tmp_path):
     def settings(arguments, given):
         places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
         places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
-        # The reader's models, and layers of a model that has more than the one here.
-        given = {name: value for name, value in given.items() if name not in ("model", "masked", "replaced")}
+        given = {name: value for name, value in given.items() if name not in _MODELS}
         places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
         models = {"model": checkpoints["stock"], "base_model": checkpoints["long"], "original": checkpoints["stock"]}
