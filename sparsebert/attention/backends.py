@@ -64,12 +64,7 @@ def prepared(inputs: MaskInputs) -> MaskInputs:
 
 
 def run_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     Attention under the mask of one layer, on the backend that `inputs` names. Padded tokens affect no other ones,

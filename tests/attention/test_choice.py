@@ -1,6 +1,7 @@
 """How sparse_auto and sparse_measure choose a backend."""
 
 import functools
+import itertools
 import logging
 from dataclasses import replace
 
@@ -12,7 +13,6 @@ from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choosing import choice
 from sparsebert.attention.choosing.choice import CHOICES, _has_amx, automatic, by_measurement
-from sparsebert.attention.choosing.timing import measure
 
 
 HEADS = 2
@@ -121,38 +121,26 @@ def test_auto_while_searching(fields, expected):
     assert automatic(None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("length", [128, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
-def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout):
-    request = replace(
-        REQUEST, device=device, dtype=dtype, num_keys=length, num_queries=length, padded=padded, dropout=dropout
-    )
-    for mask in (shared_mask(0.1, length), shared_mask(0.9, length), build_pattern("window", length, HEADS)):
-        name, reason = automatic(mask, request)
-        assert refusal(name, request) is None and reason
+def test_auto_never_chooses_what_refuses(device, dtype):
+    for length, padded, dropout in itertools.product((128, 512), (False, True), (False, True)):
+        fields = {"num_keys": length, "num_queries": length, "padded": padded, "dropout": dropout}
+        request = replace(REQUEST, device=device, dtype=dtype, **fields)
+        for mask in (shared_mask(0.1, length), shared_mask(0.9, length), build_pattern("window", length, HEADS)):
+            name, reason = automatic(mask, request)
+            assert refusal(name, request) is None and reason
 
 
-@pytest.mark.parametrize(
-    "name, fields, reason",
-    [
-        (
-            "sparse_cpu",
-            {"dtype": torch.float64},
-            "dtype must be one of torch.float32, torch.bfloat16, torch.float16, got torch.float64",
-        ),
-        ("sparse_sdpa", {"needs": frozenset({"weights"})}, "it does not support output_attentions=True"),
-    ],
-)
-def test_errors_name_what_can_run(name, fields, reason):
-    request = replace(REQUEST, **fields)
+def test_errors_name_what_can_run():
+    request = replace(REQUEST, dtype=torch.float64)
     able = [other for other in BACKENDS if refusal(other, request) is None]
-    assert "sparse_eager" in able and name not in able
+    assert "sparse_eager" in able and "sparse_cpu" not in able
     with pytest.raises(ValueError) as error:
-        check_request(name, request)
-    assert str(error.value) == f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto"
+        check_request("sparse_cpu", request)
+    said = str(error.value)
+    assert said.startswith("sparse_cpu cannot run here: dtype must be one of ") and "got torch.float64" in said
+    assert said.endswith(f"Use {', '.join(able)} or sparse_auto")
 
 
 # sparse_measure. With gradients, since without them sparse_flex would be compiled for every shape.
@@ -209,15 +197,6 @@ def test_measure_only_what_is_able(calls):
     calls.clear()
     assert by_measurement(None, replace(TRAINED, needs=frozenset({"additive"})))[0] == "sparse_eager"
     assert not calls
-
-
-def test_measure_takes_the_faster():
-    def slow():
-        for _ in range(200):
-            torch.randn(100)
-
-    times = measure({"slow": slow, "fast": lambda: None}, "cpu")
-    assert times["fast"] < times["slow"]
 
 
 def test_measuring_leaves_random_numbers_alone():

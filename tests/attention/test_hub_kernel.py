@@ -225,18 +225,23 @@ def test_what_is_more_than_padding_is_refused(tiny_bert):
     assert attention(tiny_bert, sliding_window=None).shape == (1, 20, 4, 8)
 
 
-def test_a_causal_mask_with_padding_is_none_of_its_own():
-    model = BertModel(BertConfig(**TINY, is_decoder=True)).eval()
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_in_every_form_is_the_same(causal):
+    model = BertModel(BertConfig(**TINY, is_decoder=causal)).eval()
     set_mask(model, build_pattern("logsparse", 40, 4).replace(special_tokens="none"))
     padding = torch.arange(20)[None] < 13
     outputs = []
-    whole = padding[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril()
-    for form in (padding, padding[:, None, None], whole, whole):
+    rows = torch.ones(20, 20, dtype=torch.bool)
+    whole = padding[:, None, None] & (rows.tril() if causal else rows)
+    for form in (padding, padding.long(), whole, whole.long(), padding[:, None, None], whole):
         torch.manual_seed(1)
         outputs.append(attention(model, attention_mask=form))
     assert all(outputs[0].equal(output) for output in outputs)
-    with pytest.raises(ValueError, match="removes more than padding"):
-        attention(model, attention_mask=whole, is_causal=False)
+    if causal:
+        with pytest.raises(ValueError, match="removes more than padding"):
+            attention(model, attention_mask=whole, is_causal=False)
+    else:
+        assert (outputs[0][:, 13:] == 0).all()
 
 
 SELF_CHECK = """
@@ -270,14 +275,3 @@ def test_the_kernel_checks_itself(built, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "sparse_cpu" in result.stdout, result.stdout
-
-
-def test_padding_in_either_form_is_the_same(tiny_bert):
-    set_mask(tiny_bert, build_pattern("window", 40, 4))
-    padding = torch.arange(20)[None] < 13
-    outputs = []
-    whole = padding[:, None, None].expand(1, 1, 20, 20)
-    for form in (padding, padding.long(), whole, whole.long(), padding[:, None, None], whole):
-        torch.manual_seed(1)
-        outputs.append(attention(tiny_bert, attention_mask=form))
-    assert all(outputs[0].equal(output) for output in outputs) and (outputs[0][:, 13:] == 0).all()

@@ -14,7 +14,7 @@ import transformers
 from transformers import BertConfig, BertModel, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import sparsebert
-from sparsebert import PATTERNS, SEARCHES, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
+from sparsebert import PATTERNS, SEARCHES, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
 from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.packed_batches import packed_documents
@@ -102,8 +102,7 @@ def test_packed_documents_are_alone_under_patterns(tiny_config, pattern):
         assert_equals_alone(model_of(tiny_config, pattern=pattern), backend)
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 128])
-@pytest.mark.parametrize("last_token", ["real", "position"])
+@pytest.mark.parametrize("head_size, last_token", [(32, "real"), (64, "position"), (128, "real")])
 def test_packed_documents_are_alone_under_masks_per_head_and_layer(tiny_config, head_size, last_token):
     for backend, (special, diagonal) in itertools.product(FROZEN, (("none", None), ("first_last", False))):
         model = model_of(tiny_config, head_size, pattern="dense")
@@ -228,16 +227,11 @@ def test_packed_documents_in_flex_attention(tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "labels"),
-    [
-        ("ForSequenceClassification", {}, {}),
-        ("ForQuestionAnswering", {}, {}),
-        ("ForNextSentencePrediction", {}, {}),
-        ("ForPreTraining", {}, {"labels": IDS, "next_sentence_label": torch.tensor([0, 1, 0])}),
-    ],
+    "name", ["ForSequenceClassification", "ForQuestionAnswering", "ForNextSentencePrediction", "ForPreTraining"]
 )
-def test_heads_of_whole_rows_refuse_packed_rows(tiny_config, name, fields, labels):
+def test_heads_of_whole_rows_refuse_packed_rows(tiny_config, name):
     model = getattr(sparsebert, f"SparseBert{name}")(tiny_config(pattern="window"))
+    labels = {"labels": IDS, "next_sentence_label": torch.tensor([0, 1, 0])} if name == "ForPreTraining" else {}
     with pytest.raises(ValueError, match="position_ids restart within a row, but .* whole rows.*skip_padding"):
         model(IDS, **packed(), **labels)
     # One document in each row is what they are for.
@@ -289,6 +283,28 @@ def rows_in_layers(model):
     return shapes
 
 
+def skip_padding(model, skip):
+    if isinstance(model.config, SparseBertConfig):
+        model.config.skip_padding = skip
+    else:
+        model.sparse_attention.config = model.sparse_attention.config.changed(skip_padding=skip)
+
+
+def with_and_without_padding(model, inputs):
+    """Loss, hidden states of real tokens and gradients of a model that skips padding and of one that does not."""
+    results = []
+    for skip in (True, False):
+        skip_padding(model, skip)
+        model.zero_grad()
+        torch.manual_seed(5)
+        out = model(**inputs, output_hidden_states=True)
+        out.loss.backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        states = [each * PADDING[..., None] for each in out.hidden_states if each.shape[:2] == PADDING.shape]
+        results.append((out.loss.detach(), states, gradients))
+    return results
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_skip_padding(name):
     config = getattr(transformers, f"{name}Config")(**TEXT | ENCODERS[name])
@@ -299,27 +315,19 @@ def test_encoders_skip_padding(name):
     attach(model, "bigbird", mask_length=LENGTH, attn_implementation="sparse_eager", skip_padding=True)
     ids = torch.where(PADDING.bool(), IDS, 1)
     inputs = {"input_ids": ids, "attention_mask": PADDING, "labels": torch.where(PADDING.bool(), ids, -100)}
-    shapes, results = rows_in_layers(model), []
-    for skip in (True, False):
-        model.sparse_attention.config = model.sparse_attention.config.changed(skip_padding=skip)
-        model.zero_grad()
-        out = model(**inputs, output_hidden_states=True)
-        out.loss.backward()
-        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-        states = [each * PADDING[..., None] for each in (out.logits, *out.hidden_states)]
-        results.append((out.loss.detach(), states, gradients))
+    shapes = rows_in_layers(model)
+    results = with_and_without_padding(model, inputs)
+    assert results[0][1]
     torch.testing.assert_close(*results, atol=2e-6, rtol=1e-4)
     assert set(shapes) == {(1, int(SIZES.sum())), (3, LENGTH)}
     base = model.base_model.eval()
     outputs = []
     for skip in (True, False):
-        model.sparse_attention.config = model.sparse_attention.config.changed(skip_padding=skip)
-        outputs.append(base(input_ids=ids, attention_mask=PADDING, return_dict=False))
-    assert len(outputs[0]) == len(outputs[1])
-    torch.testing.assert_close(*(each[0] * PADDING[..., None] for each in outputs), atol=2e-6, rtol=1e-4)
-    if len(outputs[0]) > 1:
-        torch.testing.assert_close(*(each[1] for each in outputs), atol=2e-6, rtol=1e-4)
-    assert outputs[0][0][1, 4:].eq(0).all()
+        skip_padding(model, skip)
+        output = base(input_ids=ids, attention_mask=PADDING, return_dict=False)
+        outputs.append([output[0] * PADDING[..., None], *output[1:2]])
+        assert not skip or output[0][1, 4:].eq(0).all()
+    torch.testing.assert_close(*outputs, atol=2e-6, rtol=1e-4)
 
 
 CLASSES = torch.tensor([0, 1, 0])
@@ -339,17 +347,9 @@ def test_every_head_skips_padding(tiny_config, name, state):
     inputs = {"input_ids": IDS, "attention_mask": PADDING}
     if name == "ForMultipleChoice":
         inputs = {key: value[None] for key, value in inputs.items()}
-    shapes, results = rows_in_layers(model), []
-    for skip in (True, False):
-        model.config.skip_padding = skip
-        model.zero_grad()
-        torch.manual_seed(5)
-        out = model(**inputs, **LABELS[name])
-        out.loss.backward()
-        results.append(
-            (out.loss.detach(), {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None})
-        )
-    torch.testing.assert_close(*results, atol=2e-6, rtol=1e-4)
+    shapes = rows_in_layers(model)
+    results = with_and_without_padding(model, inputs | LABELS[name])
+    torch.testing.assert_close(*((loss, gradients) for loss, _, gradients in results), atol=2e-6, rtol=1e-4)
     assert shapes[0] == (1, int(SIZES.sum())) and (3, LENGTH) in shapes
 
 

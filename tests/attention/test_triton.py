@@ -74,10 +74,8 @@ def lists(monkeypatch):
     monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
 
 
-def grid_case(length, mask="per head", padding="none", **fields):
-    fields = {"head_size": 32, "dtype": torch.float32, "layout": "heads last", "causal": False, **fields}
-    fields = {"dropout": 0.0, "diagonal": None, "last_token": "real", "num_heads": 1, **fields}
-    return test_attention.Case("sparse_triton", DEVICE, mask, length, padding, mask_length=max(length, 17), **fields)
+def grid_case(length, *args, **fields):
+    return test_attention.case_of("sparse_triton", DEVICE, length, *args, **fields)
 
 
 def named(fields):

@@ -115,7 +115,9 @@ def test_nothing_is_timed_while_a_graph_is_captured(gpu):
     assert gpu.launched[-1] == FASTEST and gpu.timed == CHOICES
 
 
-def test_nothing_is_timed_in_deterministic_mode(gpu):
+def test_nothing_is_timed_in_deterministic_mode_or_without_a_choice(gpu):
+    run(choices=CHOICES[2:])
+    assert not gpu.timed and gpu.launched == CHOICES[2:]
     run()
     torch.use_deterministic_algorithms(True)
     try:
@@ -165,8 +167,3 @@ def test_a_full_gpu_may_have_another_configuration(gpu):
     for programs in (6, 200, 300, 600, 5000, 50000):
         run(programs=programs)
     assert gpu.timed == 3 * CHOICES and gpu.grid == (50000,)
-
-
-def test_one_configuration_is_not_timed(gpu):
-    run(choices=CHOICES[2:])
-    assert not gpu.timed and gpu.launched == CHOICES[2:]

@@ -313,12 +313,7 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
 
 
 def csr_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, None]:
     """
     A C++ operator on CPU that only visits the live entries of the mask. See [`Backend`] for the shapes; returns no

@@ -19,12 +19,7 @@ def power_of_two(scaling: float) -> tuple[float, float]:
 
 
 def eager_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The reference in plain PyTorch, with the whole score matrix in memory. Mask and softmax are computed in float32

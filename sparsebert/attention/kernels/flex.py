@@ -87,13 +87,13 @@ def _materialized(tensor):
 def make_block_mask(
     base: torch.Tensor,
     live_map: torch.Tensor,
+    full_map: torch.Tensor,
     block: int,
     padding: torch.Tensor | None,
     first: torch.Tensor | None,
     last: torch.Tensor | None,
     diagonal: bool | None,
     causal: bool,
-    full_map: torch.Tensor | None = None,
 ) -> BlockMask:
     """
     The block mask of one layer, `(B or 1, H, m, m)`, made from the cached maps of its tiles.
@@ -118,13 +118,8 @@ def make_block_mask(
         real = _tiles(padding, block)
         some, every = real.any(-1), real.all(-1)  # (B, t)
         live = live & some[:, None, :, None] & some[:, None, None, :]
-        if full is not None:
-            full = full & every[:, None, :, None] & every[:, None, None, :]
-    full_lists: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if full is not None:
-        full = full.expand(live.shape)
-        live, full_lists = live & ~full, _listed(full)
-    number, columns = _listed(live)
+        full = full & every[:, None, :, None] & every[:, None, None, :]
+    full = full.expand(live.shape)
     shared_first, shared_last = (token is not None and len(token) == 1 for token in (first, last))
     first = first[0] if first is not None and shared_first else first
     last = last[0] if last is not None and shared_last else last
@@ -148,9 +143,8 @@ def make_block_mask(
         return keep
 
     return BlockMask.from_kv_blocks(
-        number,
-        columns,
-        *full_lists,
+        *_listed(live & ~full),
+        *_listed(full),
         BLOCK_SIZE=block,
         mask_mod=mask_mod,
         seq_lengths=(length, length),
@@ -183,38 +177,29 @@ def num_compiled() -> int:
     return _compiled.cache_info().currsize
 
 
-def _cpu_forms(table):
-    block = BLOCK_SIZES["cpu"]
+def _forms(table, block):
     return table, live_tiles(table, block), full_tiles(table, block)
+
+
+# The cache of forms needs a function of the module for each.
+def _cpu_forms(table):
+    return _forms(table, BLOCK_SIZES["cpu"])
 
 
 def _cuda_forms(table):
-    block = BLOCK_SIZES["cuda"]
-    return table, live_tiles(table, block), full_tiles(table, block)
+    return _forms(table, BLOCK_SIZES["cuda"])
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The block mask of every layer."""
-    device = inputs.device
-    tables = compiled(
-        mask, _cuda_forms if device.type == "cuda" else _cpu_forms, inputs.num_keys, inputs.causal, device
-    )
+    device, block = inputs.device, BLOCK_SIZES[inputs.device.type]
+    make_form = _cuda_forms if device.type == "cuda" else _cpu_forms
+    forms = compiled(mask, make_form, inputs.num_keys, inputs.causal, device)
 
     def make():
-        first, last = inputs.first(), inputs.last()
+        tokens = (inputs.first(), inputs.last())
         return tuple(
-            make_block_mask(
-                table,
-                live,
-                BLOCK_SIZES[device.type],
-                inputs.padding,
-                first,
-                last,
-                mask.diagonal,
-                inputs.causal,
-                full_map=full,
-            )
-            for table, live, full in tables
+            make_block_mask(*form, block, inputs.padding, *tokens, mask.diagonal, inputs.causal) for form in forms
         )
 
     if inputs.padding is not None or torch.compiler.is_compiling():
@@ -223,12 +208,7 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
 
 
 def flex_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, None]:
     """PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout."""
     if dropout:
@@ -255,6 +235,5 @@ def block_attention(
         # The mask is a constant of the graph up to the values of its tensors.
         parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__ or ())
         mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
-        lists = block_mask.full_kv_indices is None
-        function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), lists, *mask)
+        function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), *mask)
     return function(query, key, value, block_mask, scaling).transpose(1, 2).contiguous()

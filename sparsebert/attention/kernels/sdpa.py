@@ -8,12 +8,7 @@ from .bias_operator import bias_attention
 
 
 def sdpa_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, None]:
     """PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned."""
     if inputs.learned[0] is not None:

@@ -300,12 +300,7 @@ def draw_seeds(number: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def triton_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    inputs: MaskInputs,
-    scaling: float,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, None]:
     """Triton kernels on the tile form of the mask, on CUDA devices, or on any device in Triton's interpreter."""
     mask = inputs.sparse_mask

@@ -127,10 +127,7 @@ def launch(
 
 
 def chosen(
-    key: Hashable,
-    device: torch.device,
-    choices: Sequence[Configuration],
-    run: Callable[[Configuration], None],
+    key: Hashable, device: torch.device, choices: Sequence[Configuration], run: Callable[[Configuration], None]
 ) -> Configuration:
     """
     The fastest configuration of a kernel that `run` launches, timed at the first call with this `key`. While a CUDA
