@@ -32,8 +32,8 @@ from .tables import Table
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
 # The checks of each dtype and head size: inference, and training.
-PHASES = (
-    dict[str, bool](),
+PHASES: tuple[dict[str, Any], ...] = (
+    {},
     {"padded": True},
     {"padded": True, "gradients": True},
     {"padded": True, "dropout": True, "gradients": True},
@@ -150,7 +150,7 @@ def diagnose(
         asked.append((setting, (*able, TRUSTED)))
     reasons = {name: refusal(name, general) for name in BACKENDS}
     with TemporaryDirectory() as folder:
-        options = {"lengths": LENGTHS[where.type], "num_heads": NUM_HEADS[where.type]}
+        options: dict[str, Any] = {"lengths": LENGTHS[where.type], "num_heads": NUM_HEADS[where.type]}
         if mask is not None:
             mask.save_pretrained(folder)
             options["mask"] = folder

@@ -4,8 +4,6 @@ Attention under a bias that is being learned, per entry or per distance, against
 Letters: B batch, H heads, n queries, m keys, d head size, T distances in tiles.
 """
 
-import copy
-
 import pytest
 import torch
 from conftest import growth
@@ -448,35 +446,6 @@ def test_bfloat16_autocast(tiny_config, padded):
     for name in eager:
         scale = eager[name].abs().max().item()
         assert (ours[name] - eager[name]).abs().max().item() <= 0.03 * scale + 1e-4, name
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing_changes_nothing(tiny_config, assert_same_gradients, dropout):
-    model = SparseBertForMaskedLM(tiny_config(search="dam_s", attention_probs_dropout_prob=dropout)).train()
-    recomputed = copy.deepcopy(model)
-    recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids, mask = paddings()
-    want, got = (trained(each, "sparse_sdpa", ids, mask) for each in (model, recomputed))
-    assert_same_gradients(got, want)
-
-
-@pytest.mark.parametrize("per_distance", [False, True])
-def test_compiled_in_one_graph(tiny_config, per_distance, request):
-    if per_distance:
-        request.getfixturevalue("short_blocks")
-    torch.compiler.reset()
-    config = tiny_config(search="dam_s", num_hidden_layers=1, attention_probs_dropout_prob=0.2)
-    model = SparseBertModel(config, add_pooling_layer=False).train()
-    model.set_attn_implementation("sparse_sdpa")
-    ids, mask = paddings()
-    results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(1)
-        model.zero_grad()
-        output = function(ids, attention_mask=mask).last_hidden_state
-        output.square().sum().backward()
-        results.append([output.detach(), *(p.grad.clone() for p in model.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 # Memory

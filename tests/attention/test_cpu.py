@@ -15,7 +15,7 @@ from test_attention import assert_as_good_as_plain, kept, with_gradients
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
+from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.kernels import compilation, cpu
 from sparsebert.attention.kernels.compilation import LEVELS, find_compiler, library_name
 from sparsebert.attention.kernels.cpu import compressed_rows, find_level, unavailable
@@ -272,40 +272,6 @@ def test_opcheck(layout, dropout):
     torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
 
 
-def step(model, function, ids, attention_mask):
-    """Output and gradients of all parameters."""
-    model.zero_grad()
-    states = function(ids, attention_mask=attention_mask).last_hidden_state
-    states.square().mean().backward()
-    return [states.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-@pytest.mark.parametrize(
-    "backend, padded",
-    [("aot_eager", True), *(pytest.param("inductor", padded, marks=pytest.mark.slow) for padded in (False, True))],
-)
-def test_compiled_model(tiny_config, backend, padded):
-    torch._dynamo.reset()
-    config = tiny_config(pattern="bigbird", num_hidden_layers=1, attn_implementation="sparse_cpu")
-    model = SparseBertModel(config, add_pooling_layer=False).eval()
-    function = torch.compile(model, fullgraph=True, backend=backend)
-    sizes = (torch.tensor([24, 15]), torch.tensor([7, 24]))
-    batches = [
-        (torch.randint(100, (2, 24)), (torch.arange(24) < size[:, None]).long() if padded else None) for size in sizes
-    ]
-
-    def compare(ids, attention_mask):
-        with torch.no_grad():
-            states = function(ids, attention_mask=attention_mask).last_hidden_state
-            torch.testing.assert_close(states, model(ids, attention_mask=attention_mask).last_hidden_state)
-        results = [step(model, run, ids, attention_mask) for run in (function, model)]
-        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
-
-    compare(*batches[0])
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        compare(*batches[1])
-
-
 def test_compiled_dropout_is_drawn_anew():
     torch._dynamo.reset()
     query, key, value = numbers(2, HEADS, LENGTH, 8)
@@ -337,21 +303,6 @@ def test_autocast(tiny_config):
     mask, states = build_pattern("window", LENGTH, HEADS), numbers(1, HEADS, LENGTH, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert sparse_dot_product_attention(*states, mask, backend="sparse_cpu").dtype == torch.bfloat16
-
-
-def test_activation_checkpointing_draws_the_same_dropout(tiny_config, assert_same_gradients):
-    config = tiny_config(pattern="bigbird", attention_probs_dropout_prob=0.3, attn_implementation="sparse_cpu")
-    model = SparseBertForMaskedLM(config).train()
-    ids = torch.randint(5, 100, (2, 20))
-    gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.zero_grad()
-        torch.manual_seed(1)
-        model(ids, labels=ids).loss.backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    assert_same_gradients(*gradients)
 
 
 def test_padding_of_any_strides():

@@ -63,7 +63,7 @@ def test_padding_never_reaches_real_tokens(name, dropout, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("scale", [None, 1.0, 2.0, 64.0, 2e4])
+@pytest.mark.parametrize("scale", [None, 2.0, 64.0, 2e4])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_large_scores_of_padding_are_removed(name, dropout, scale, dtype):

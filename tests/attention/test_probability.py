@@ -330,15 +330,6 @@ def test_models_train_and_reload(tiny_config, assert_same_model, tmp_path, name,
 
 
 @EVERY_OTHER
-def test_padding_changes_nothing(tiny_config, name):
-    model = model_with(tiny_config, name, pattern="bigbird").eval()
-    with torch.no_grad():
-        batch = model(IDS, attention_mask=PADDING).logits[1, :6]
-        alone = model(IDS[1:, :6]).logits[0]
-    torch.testing.assert_close(batch, alone)
-
-
-@EVERY_OTHER
 def test_probabilities_that_a_model_returns(tiny_config, name):
     model = model_with(tiny_config, name, SparseBertModel, pattern="dense", initializer_range=0.5).eval()
     with torch.no_grad():

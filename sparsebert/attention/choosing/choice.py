@@ -157,7 +157,7 @@ def _unchecked(able):
     return f"no self-check of {' and '.join(able)} has passed on that GPU yet"
 
 
-_MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
+_MEASURED: dict[tuple[str | None, Request], tuple[str, str]] = {}
 
 
 def by_measurement(mask: SparseMask | None, request: Request, may_run: bool = True) -> tuple[str, str]:

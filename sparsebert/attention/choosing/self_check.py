@@ -173,8 +173,8 @@ def examine(
     for length in lengths:
         say(f"{name} at {length} tokens")
         try:
-            for what, error, allowed in compare(name, torch.device(device), setting, length):
-                found = {"tokens": length, "error": error, "allowed": allowed}
+            for what, off, allowed in compare(name, torch.device(device), setting, length):
+                found = {"tokens": length, "error": off, "allowed": allowed}
                 if what not in worst or _excess(found) > _excess(worst[what]):
                     worst[what] = found
         except Exception as error:  # whatever it is, a backend that raises is not to be chosen
@@ -184,8 +184,8 @@ def examine(
     wrong = [what for what, found in worst.items() if not found["error"] <= found["allowed"]]
     if wrong and reason is None:
         what = max(wrong, key=lambda what: _excess(worst[what]))
-        tokens, error, allowed = worst[what].values()
-        reason = f"{what} at {tokens} tokens is off by {error:.3g}, allowed {allowed:.3g}"
+        tokens, most, allowed = worst[what].values()
+        reason = f"{what} at {tokens} tokens is off by {most:.3g}, allowed {allowed:.3g}"
     return finding_of(reason is None, reason, worst)
 
 

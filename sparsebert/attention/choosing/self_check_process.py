@@ -65,7 +65,7 @@ def run_self_checks(
         asked (`Sequence`): The settings, each with the backends to compare and time.
         timeout (`float`, *optional*, defaults to 600.0): Seconds that each may take.
         command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
-        options: Of [`self_check.check`]: `mask`, `lengths` and `num_heads`.
+        options: Of `self_check.check`: `mask`, `lengths` and `num_heads`.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(asked):

@@ -142,9 +142,13 @@ def make_block_mask(
             keep = keep & padding[b, i] & padding[b, j]
         return keep
 
+    number, columns = _listed(live & ~full)
+    full_number, full_columns = _listed(full)
     return BlockMask.from_kv_blocks(
-        *_listed(live & ~full),
-        *_listed(full),
+        number,
+        columns,
+        full_number,
+        full_columns,
         BLOCK_SIZE=block,
         mask_mod=mask_mod,
         seq_lengths=(length, length),
