@@ -20,8 +20,6 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
-import yaml
-
 import sparsebert
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import WANTED
@@ -34,6 +32,7 @@ from sparsebert.masks.patterns import PATTERNS, build_pattern
 from sparsebert.models.architectures import ARCHITECTURES
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.token_mixers import MIXERS
+from sparsebert.recipe_files import find_recipe, recipe_names
 from studies.experiments import EXPERIMENTS
 
 
@@ -148,17 +147,16 @@ def _architectures():
 
 def _recipes():
     yield "recipe", "verb", "what it does"
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        comment = "\n".join(line[2:] for line in text.splitlines() if line.startswith("# "))
-        data, verb = yaml.safe_load(text)["data"], "finetune"
-        if "text" in data:
-            verb = "pretrain"
-        elif "steps" in data:
-            verb = "search"
-        elif path.stem == "translation":
-            verb = "translate"
-        yield f"`{path.stem}`", f"`{verb}`", _first_sentence(comment)
+    commands = {verb: _command(verb) for verb in VERBS}
+    for name in recipe_names():
+        verb = next(v for v, c in commands.items() if c.positional is None and name in recipe_names(c.sections))
+        lines = find_recipe(name).read_text(encoding="utf-8").splitlines()
+        comment = "\n".join(line[2:] for line in lines if line.startswith("# "))
+        yield f"`{name}`", f"`{verb}`", _first_sentence(comment)
+
+
+def _command(verb):
+    return importlib.import_module(f"sparsebert.commands.{verb}").command([])
 
 
 def _experiments():
@@ -286,9 +284,8 @@ def verbs(_):
     """Every verb with its examples and its own fields."""
     sections = []
     for verb in VERBS:
-        module = importlib.import_module(f"sparsebert.commands.{verb}")
-        command = module.command([])
-        sections += [f"## {verb}", _plain(inspect.getdoc(module))]
+        command = _command(verb)
+        sections += [f"## {verb}", _plain(inspect.getdoc(inspect.getmodule(command.run)))]
         lines = "\n".join(f"sparsebert {verb} {example}" for example in command.examples)
         sections.append(f"```sh\n{lines}\n```")
         for name, cls in command.sections.items():

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from sparsebert.commands import parse
 from sparsebert.data.tasks import TASKS
 from sparsebert.data.tasks.glue import GLUE
 from sparsebert.recipe_files import load_recipe
+from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
 from sparsebert.training.finetuning.finetuning_runs import SECTIONS
+from sparsebert.training.finetuning.task_data import prepare
 
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +134,22 @@ def test_training_through_a_found_mask(pretrained, text, tmp_path):
     assert (folder / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
     with pytest.raises(FileExistsError, match="is not empty"):
         run("pretrain", *arguments)
+
+
+def test_weights_are_trained_with_their_own_tokenizer(checkpoints, pretraining_flags, tmp_path):
+    folder = tmp_path / "my runs/\u00fcn\u00ef/"
+    words = pretraining_flags(folder, "--base_model", checkpoints["stock"], "--search", "dam_s", "--max_steps", "2")
+    place = words.index("--tokenizer")
+    run(*words[:place], *words[place + 2 :])
+    base, trained = (AutoTokenizer.from_pretrained(each) for each in (checkpoints["stock"], folder))
+    assert base.get_vocab() == trained.get_vocab()
+    assert load_file(folder / "mask_probs.safetensors")["probs"].shape == (4, 14)
+
+
+def test_one_class_is_said(checkpoints, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    for name, label in (("train", "entailment"), ("dev", "not_entailment")):
+        rows = "".join(f"{i}\tw1 w{i}\tw2\t{label}\n" for i in range(8))
+        (tmp_path / f"{name}.tsv").write_text("index\tsentence1\tsentence2\tlabel\n" + rows)
+    prepare(FinetuningArguments(task="rte", model=checkpoints["window"], data=str(tmp_path), max_length=32))
+    assert "all 8 examples of train are of one class, 'entailment'" in caplog.text
