@@ -48,9 +48,10 @@ class FinetuningArguments(CheckedFields, HubArguments):
         mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`] with the score `"attention"`, to prune the
             mask `"dense"` during training.
-        data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub. For
-            `text_classification` and `text_regression` your own texts: a file (csv, tsv, jsonl, json or parquet), a
-            folder with files such as `train.csv` and `dev.csv`, or `"hub:owner/name"` or `"hub:owner/name:config"`.
+        data (`str`, *optional*): Folder of a task's original files, or your own texts: a file, a folder, or
+            `"hub:owner/name"` or `"hub:owner/name:config"`. Your files, for the tasks `text_classification` and
+            `text_regression`, are csv, tsv, jsonl, json or parquet, in a folder named `train.csv`, `dev.csv` and
+            `test.csv`. By default a task is read from the Hub.
         text_column (`str`, *optional*): Column of your own texts, by default `"text"`.
         text_pair_column (`str`, *optional*): Column of the second text of pairs, by default `"text_pair"` if there is
             one.
