@@ -14,9 +14,8 @@ from ._command import Command, Results
 
 def command(words):
     examples = (
-        "--task mrpc --model DIR_OR_HUB_ID --output_dir DIR",
-        "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
         "--task text_classification --data reviews.csv --model MODEL --output_dir DIR",
+        "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
     )
     return Command(run, SECTIONS, examples, excluded={"model": STATE_FIELDS})
 
