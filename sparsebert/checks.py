@@ -12,15 +12,7 @@ LARGEST_SEED = 2**32 - 1  # that numpy accepts
 
 def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
     """
-    An error for an unknown name, to be raised by the caller.
-
-    Args:
-        what (`str`): The kind of name, such as `"task"`.
-        name (`object`): The unknown name.
-        allowed (`Iterable[str]`): The known names.
-
-    Returns:
-        `ValueError`: Its message suggests the known name nearest to `name`, or lists them all if none is near.
+    An error for an unknown name, to be raised: it suggests the known name nearest to it, or lists them all if none is.
     """
     name, allowed = str(name), sorted(allowed)
     match = difflib.get_close_matches(name, allowed, n=1)
@@ -40,12 +32,7 @@ def shortened(text: str) -> str:
 
 
 def check_choice(field: str, value: object, allowed: Collection[Any]) -> None:
-    """
-    Check that a value is one of the allowed ones.
-
-    Raises:
-        ValueError: If `value` is not one of `allowed`.
-    """
+    """Check that a value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
@@ -57,12 +44,7 @@ def check_range(
     high: float | None = None,
     kinds: type[int] | tuple[type[int | float], ...] = int,
 ) -> None:
-    """
-    Check that a number is within its bounds.
-
-    Raises:
-        ValueError: If `value` is not a number of one of the `kinds` from `low` to `high`, both included.
-    """
+    """Check that a value is a number of one of the `kinds`, from `low` to `high`, both included."""
     valid = isinstance(value, kinds) and not isinstance(value, bool) and low <= value
     if not valid or (high is not None and value > high):
         number = "an integer" if kinds is int else "a number"

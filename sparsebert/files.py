@@ -73,13 +73,7 @@ def process_state() -> Any:
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
-    """
-    Check that a folder can take the output of a run.
-
-    Raises:
-        FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
-        NotADirectoryError: If it is a file, or below one.
-    """
+    """Refuse a folder that is not empty, unless `overwrite` or `resume` is set, or that is a file or below one."""
     check_makeable(path)
     if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
@@ -87,14 +81,7 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
 
 def check_makeable(path: str | os.PathLike, field: str = "output_dir") -> None:
     """
-    Check that neither an output folder nor one that it is to lie in is a file.
-
-    Args:
-        path (`str` or `os.PathLike`): The folder.
-        field (`str`, *optional*, defaults to `"output_dir"`): The field that names it, for the message.
-
-    Raises:
-        NotADirectoryError: If one is.
+    Check that neither an output folder, which `field` names in the message, nor one that it is to lie in is a file.
     """
     for folder in (Path(path), *Path(path).parents):
         if folder.is_file():
@@ -102,16 +89,7 @@ def check_makeable(path: str | os.PathLike, field: str = "output_dir") -> None:
 
 
 def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None:
-    """
-    Check that a run does not replace what it starts from.
-
-    Args:
-        output (`str` or `os.PathLike`): The output folder.
-        sources: Folders or Hub ids, by the fields that name them; those from [`within`].
-
-    Raises:
-        ValueError: If one of them is the output folder, or a folder of a run in it.
-    """
+    """Check that a run does not replace what it starts from: folders or Hub ids, by the fields that name them."""
     place = Path(os.path.realpath(output))  # unlike resolve, it takes links in a circle
     for field, source in sources.items():
         if source is None or not Path(source).is_dir():
@@ -130,12 +108,7 @@ def within(source: str | None, subfolder: str | None) -> str | None:
 
 
 def is_empty(path: str | os.PathLike) -> bool:
-    """
-    Whether there is no such folder, or nothing in it but what [`locked_output`] leaves.
-
-    Raises:
-        NotADirectoryError: If it is a file.
-    """
+    """Whether there is no such folder, or nothing in it but what [`locked_output`] leaves."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir {path} is a file, expected a folder")
@@ -143,16 +116,7 @@ def is_empty(path: str | os.PathLike) -> bool:
 
 
 def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
-    """
-    Create an output folder with its parents, if it is missing.
-
-    Args:
-        path (`str` or `os.PathLike`): The folder.
-        field (`str`, *optional*, defaults to `"output_dir"`): The field that names it, for the message.
-
-    Raises:
-        OSError: If it cannot be created. The message names the field, the folder and what is in the way.
-    """
+    """Create an output folder with its parents. An error names the field, the folder and what is in the way."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,17 +130,10 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
 @contextmanager
 def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     """
-    Context manager that keeps an output folder for this run: another one that asks for it is refused. Until the block
-    ends without an error, or with [`FinishedRunError`], a file `_unfinished.json` in the folder says whose run it is.
-    What [`replace_files`] was writing there when a run was killed is removed.
-
-    Args:
-        path (`str` or `os.PathLike`): The folder. It is created; if nothing was written to it, it is removed again.
-
-    Returns:
-        `bool`: Whether the folder was left by a run that did not finish.
-    Raises:
-        FileExistsError: If another run has the folder. The message names its process and host.
+    Context manager that keeps an output folder for this run: another one that asks for it is refused, with the process
+    and host of the first. It gives whether the folder was left by a run that did not finish. Until the block ends
+    without an error, or with [`FinishedRunError`], a file `_unfinished.json` in the folder says whose run it is. What
+    [`replace_files`] was writing there when a run was killed is removed, and a folder to which nothing was written.
     """
     folder, state = Path(path), process_state()
     mark = folder / UNFINISHED_NAME
@@ -243,12 +200,9 @@ def _owner(mark):
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """
-    Write files whole or not at all. All are written beside their places and reach the disk before the first takes its
-    place. What was there stays if anything fails, and nothing else is left behind.
-
-    Args:
-        contents (`dict[Path, bytes]`): Content of each file, in the order in which they take their places. Folders
-            must exist. A link at one of the paths is replaced, not followed.
+    Write files whole or not at all, in the order in which they take their places; folders must exist. All are written
+    beside their places and reach the disk before the first takes its place. What was there stays if anything fails,
+    and nothing else is left behind. A link at one of the paths is replaced, not followed.
     """
     written: dict[Path, Path] = {}
     try:
@@ -285,14 +239,8 @@ def _sync_folder(folder):
 
 def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     """
-    Write metrics as JSON, with floats rounded to 6 significant digits. An interrupted write leaves no partial file.
-
-    Args:
-        path (`str` or `os.PathLike`): File to write. Only the main process of a distributed run writes it.
-        metrics (`dict` or `list`): Values that JSON can express.
-
-    Returns:
-        `dict` or `list`: The metrics as read back from the file.
+    Write metrics as JSON, in the main process alone and whole or not at all, with floats of 6 significant digits.
+    Returns what is read back from the file.
     """
     text, state = json.dumps(_rounded(metrics), indent=2) + "\n", process_state()
     if state.is_main_process:
@@ -327,15 +275,9 @@ def is_unicode(text: str) -> bool:
 @contextmanager
 def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[TextIO]:
     """
-    Context manager that opens a UTF-8 text file, with or without a byte order mark.
-
-    Args:
-        path (`str` or `os.PathLike`): File to read, decompressed if its name ends in `.gz` or `.xz`.
-        newline (`str`, *optional*, defaults to `"\\n"`): The argument of `open`. By default only a line feed ends a
-            line.
-
-    Raises:
-        ValueError: On reading, if the file is not UTF-8 or cannot be decompressed.
+    Context manager that opens a UTF-8 text file for reading, with or without a byte order mark, compressed or not.
+    Only a line feed ends a line, unless `newline`, that of `open`, says otherwise. One that is no such text is a
+    `ValueError`.
     """
     with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline=newline) as file:
         try:

@@ -57,13 +57,8 @@ class HubArguments:
 
     def hub_arguments(self, *sources: str | None) -> dict[str, Any]:
         """
-        What was set, as arguments of `from_pretrained`.
-
-        Args:
-            sources (`str`): Folders and Hub ids that are read with them.
-
-        Raises:
-            ValueError: If one has no meaning for any of the sources.
+        What was set, as arguments of `from_pretrained` for these folders and Hub ids; refused if it has no meaning for
+        any.
         """
         named = [source for source in sources if source is not None]
         if (self.revision or self.subfolder) is not None and not named:
@@ -84,13 +79,8 @@ def without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def mask_arguments(options: Any) -> dict[str, Any]:
     """
-    What options with a model and a mask say about the mask, as arguments of `from_pretrained`.
-
-    Args:
-        options ([`HubArguments`]): With `mask`, `mask_revision` and `mask_subfolder`.
-
-    Raises:
-        ValueError: If one of them has no meaning for this mask.
+    What options with `mask`, `mask_revision` and `mask_subfolder` say about the mask, as arguments of
+    `from_pretrained`.
     """
     given = {"mask_revision": options.mask_revision, "mask_subfolder": options.mask_subfolder}
     for name, value in given.items():
@@ -104,12 +94,7 @@ def mask_arguments(options: Any) -> dict[str, Any]:
 
 
 def explained(error: HTTPError) -> str:
-    """
-    What went wrong with the Hub, in one line: repository, file, and what to do.
-
-    Args:
-        error (`HTTPError`): What the client raised, after its own retries.
-    """
+    """What went wrong with the Hub after the client's own retries, in one line: repository, file, and what to do."""
     url = ""
     with suppress(RuntimeError):  # of an error without a request
         url = str((error.response if isinstance(error, HfHubHTTPError) else error).request.url)
@@ -141,14 +126,8 @@ def explained(error: HTTPError) -> str:
 
 def check_path(source: str | os.PathLike, field: str = "") -> None:
     """
-    Check that what can only be the path of a folder is one. Whether a Hub id exists is not asked.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        field (`str`, *optional*): The field that names it, for the message.
-
-    Raises:
-        FileNotFoundError: If it is the path of a file or of nothing.
+    Check that what can only be the path of a folder is one. Whether a Hub id exists is not asked. `field` is for the
+    message.
     """
     name, folder = str(source), Path(source)
     field = f"{field}: " if field else ""
@@ -174,17 +153,9 @@ def check_available(
     subfolder: str | None = None,
 ) -> None:
     """
-    Check that files of a repository are in the cache or can be asked for.
-
-    Args:
-        source (`str` or `os.PathLike`): Hub id. Nothing is checked for a path that exists.
-        filenames (`str`): Names of files, of which one in the cache is enough.
-        fetch (`str`, *optional*, defaults to `""`): Names of the files to download, for the message. Defaults to all.
-        revision, token, cache_dir, local_files_only, force_download, subfolder: See `hf_hub_download`.
-
-    Raises:
-        LocalEntryNotFoundError: If none is in the cache and the Hub cannot be reached. Whether the Hub has them is
-            left to the download.
+    Check that one of these files of a repository is in the cache, or that the Hub can be asked for it. Whether the Hub
+    has them is left to the download, and nothing is checked for a path that exists. `fetch`: names of the files to
+    download, for the message, by default all.
     """
     if Path(source).exists():
         return
@@ -215,12 +186,7 @@ def check_available(
 
 def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedConfig":
     """
-    The configuration of a model in a folder or on the Hub.
-
-    Raises:
-        ValueError: If it is defined by code in that folder or repository, which is never run, has a value that is not
-            allowed, or its file holds something else.
-        OSError: If there is none.
+    The configuration of a model in a folder or on the Hub; code there is never run, and wrong values are refused.
     """
     from transformers import AutoConfig
 
@@ -235,17 +201,8 @@ def read_tokenizer(
     source: str | os.PathLike, config: "PreTrainedConfig | None" = None, **hub_arguments: Any
 ) -> "PreTrainedTokenizerBase":
     """
-    The tokenizer in a folder or on the Hub.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        config ([`~transformers.PreTrainedConfig`], *optional*): Configuration of the model that will read its tokens.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Raises:
-        ValueError: If it is defined by code in that folder or repository, which is never run, has no tokens but
-            special ones, or more than the model, or its files hold something else.
-        OSError: If there is none.
+    The tokenizer in a folder or on the Hub, whose code is never run; refused if it has no tokens but special ones, or
+    more than the model of `config`.
     """
     from transformers import AutoTokenizer
 
