@@ -12,9 +12,9 @@ import contextlib
 
 import torch
 
-from ._masks import HELP, build_mask
-from ._measure import cpu_seconds, cuda_seconds, interleaved, peak_bytes, speed_up, summary
-from ._report import (
+from .shared.masks_by_name import HELP, build_mask
+from .shared.measure import cpu_seconds, cuda_seconds, interleaved, peak_bytes, speed_up, summary
+from .shared.report import (
     DROPOUT,
     FORWARD,
     TRAINING,
@@ -27,7 +27,7 @@ from ._report import (
     ratio_text,
     write_json,
 )
-from ._systems import DENSE, SYSTEMS, UNMASKED, Gate, auto_choice, make_case
+from .shared.systems import DENSE, SYSTEMS, UNMASKED, Gate, auto_choice, make_case
 
 
 BEST_DENSE = "best dense"

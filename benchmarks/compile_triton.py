@@ -29,7 +29,7 @@ from sparsebert.attention.kernels.triton import short_backward_limit
 from sparsebert.attention.kernels.triton_launch import configurations
 from sparsebert.attention.kernels.triton_limits import DTYPES, GPUS, HEAD_SIZES
 
-from ._ptx import Loop, matrix_loops
+from .shared.ptx import Loop, matrix_loops
 
 
 # Compute capability times 10 to the bytes of shared memory that a block can have.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import BertConfig
 
-from ._report import DROPOUT, FORWARD, RESULTS, make_table
+from .shared.report import DROPOUT, FORWARD, RESULTS, make_table
 
 
 FLOAT, HALF = 4, 2  # bytes

@@ -26,7 +26,7 @@ from pathlib import Path
 from sparsebert.analysis.pictures.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
 from sparsebert.files import replace_files
 
-from ._report import RESULTS, ROOT, hardware, make_table
+from .shared.report import RESULTS, ROOT, hardware, make_table
 
 
 MEGABYTE = 1e6

@@ -25,9 +25,10 @@ from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from studies.shared.base_models import PACKAGE, PRECISIONS, in_precision, located
 
-from ._masks import HELP, build_mask
-from ._measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary
-from ._report import (
+from .padding import MODELS, VOCABULARY
+from .shared.masks_by_name import HELP, build_mask
+from .shared.measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary
+from .shared.report import (
     FORWARD,
     STYLES,
     argument_parser,
@@ -40,7 +41,6 @@ from ._report import (
     ratio_text,
     write_json,
 )
-from .padding import MODELS, VOCABULARY
 
 
 KINDS = ("dense", "sparse")

@@ -16,8 +16,8 @@ import torch
 
 from sparsebert import SparseBertForMaskedLM
 
-from ._engines import BATCH, EARLY, ENGINES, LATE, ONE, rows
-from ._report import RESULTS, argument_parser, hardware_line, make_table, prepare, write_json
+from .shared.engine_jobs import BATCH, EARLY, ENGINES, LATE, ONE, rows
+from .shared.report import RESULTS, argument_parser, hardware_line, make_table, prepare, write_json
 
 
 RESUMED = (f"resume {EARLY}", f"resume {LATE}")
@@ -40,7 +40,7 @@ HEADER = (
 
 def train_all(folder, plan):
     """Run jobs in processes of their own."""
-    command = [sys.executable, "-m", "benchmarks._engines", str(folder), json.dumps(plan)]
+    command = [sys.executable, "-m", "benchmarks.shared.engine_jobs", str(folder), json.dumps(plan)]
     subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
     return results_of(folder, plan)
 

@@ -12,8 +12,8 @@ from transformers import BertModel
 
 from sparsebert import SparseBertModel
 
-from ._models import Subject, main, make_models, make_parser
-from ._report import DROPOUT, FORWARD
+from .shared.model_timing import Subject, main, make_models, make_parser
+from .shared.report import DROPOUT, FORWARD
 
 
 def make_subject(mask_name, length, batch, options):

@@ -21,11 +21,11 @@ from transformers import BertConfig, BertModel
 
 from sparsebert import attach
 
-from ._masks import build_mask
-from ._report import FORWARD, argument_parser, earlier_cells, hardware_line, make_table, prepare, write_json
 from .data_memory import PeakMemory, resident
 from .encoders import check
 from .padding import MODELS, VOCABULARY
+from .shared.masks_by_name import build_mask
+from .shared.report import FORWARD, argument_parser, earlier_cells, hardware_line, make_table, prepare, write_json
 
 
 # Length that a mask is made for, if not the input's.

@@ -20,8 +20,6 @@ from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
 
 from . import (
-    _cpu_tables,
-    _gpu_tables,
     cost_model,
     data_memory,
     encoders,
@@ -30,8 +28,9 @@ from . import (
     padding,
     pretrain,
 )
-from ._report import PHASES, RESULTS, ROOT
 from .gpu import model as gpu_model
+from .shared import cpu_tables, gpu_tables
+from .shared.report import PHASES, RESULTS, ROOT
 
 
 BLOCK = re.compile(r"(<!-- measured (?P<name>[\w.:-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -62,13 +61,13 @@ def reproduced(name, folder=REPRODUCED, scale="tiny"):
 
 # Functions that return a list of [`Table`].
 TABLES = {
-    "kernels.attention": lambda: [_cpu_tables.attention(_read("attention_cpu"))],
-    "kernels.densities": lambda: [_cpu_tables.densities(_read("sweep_1024_cpu"))],
+    "kernels.attention": lambda: [cpu_tables.attention(_read("attention_cpu"))],
+    "kernels.densities": lambda: [cpu_tables.densities(_read("sweep_1024_cpu"))],
     "kernels.models": lambda: [
-        _cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
+        cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
     ],
-    "kernels.masks": lambda: [_cpu_tables.masks()],
-    "search.step": lambda: [_cpu_tables.searches(_read("search_cpu"))],
+    "kernels.masks": lambda: [cpu_tables.masks()],
+    "search.step": lambda: [cpu_tables.searches(_read("search_cpu"))],
     **{
         f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)
         for kind in ("speed", "ratios", "memory", "options.ratios", "options.memory")
@@ -93,11 +92,11 @@ TABLES = {
         for kind in ("check", "forward", "training")
     },
     **{
-        f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [_gpu_tables.attention(phase)]
+        f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [gpu_tables.attention(phase)]
         for phase in PHASES
     },
-    "gpu.configurations": lambda: [_gpu_tables.configurations()],
-    "gpu.compared": lambda: [gpu_model.comparison(_gpu_tables.FOLDER, _read("gpu_model"))],
+    "gpu.configurations": lambda: [gpu_tables.configurations()],
+    "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},
     **{

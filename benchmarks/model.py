@@ -11,8 +11,8 @@ from transformers import BertForSequenceClassification
 
 from sparsebert import SparseBertForSequenceClassification
 
-from ._models import OURS, Subject, main, make_models, make_parser
-from ._report import DROPOUT, FORWARD
+from .shared.model_timing import OURS, Subject, main, make_models, make_parser
+from .shared.report import DROPOUT, FORWARD
 
 
 VOCABULARY = 30522

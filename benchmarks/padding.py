@@ -25,9 +25,26 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 from sparsebert import SparseBertConfig, SparseBertForSequenceClassification, build_pattern
 
-from ._masks import build_mask
-from ._measure import WrongResult, cpu_seconds, cuda_wall_seconds, interleaved, process_seconds, speed_up, summary
-from ._report import DROPOUT, FORWARD, argument_parser, earlier_cells, make_table, prepare, ratio_text, write_json
+from .shared.masks_by_name import build_mask
+from .shared.measure import (
+    WrongResult,
+    cpu_seconds,
+    cuda_wall_seconds,
+    interleaved,
+    process_seconds,
+    speed_up,
+    summary,
+)
+from .shared.report import (
+    DROPOUT,
+    FORWARD,
+    argument_parser,
+    earlier_cells,
+    make_table,
+    prepare,
+    ratio_text,
+    write_json,
+)
 
 
 LENGTHS = Path(__file__).with_name("lengths.json")

@@ -11,8 +11,8 @@ already are not measured again.
 
 import json
 
-from ._measure import WrongResult, interleaved, speed_up, summary
-from ._report import (
+from .shared.measure import WrongResult, interleaved, speed_up, summary
+from .shared.report import (
     argument_parser,
     earlier_cells,
     hardware,
@@ -23,7 +23,7 @@ from ._report import (
     ratio_text,
     write_json,
 )
-from ._training_steps import OPTIONS, SEARCHES, SIZES, SYSTEMS, Worker
+from .shared.training_steps import OPTIONS, SEARCHES, SIZES, SYSTEMS, Worker
 
 
 # Tokens of a step on CPUs.

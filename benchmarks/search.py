@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.learning.searches import SEARCHES
 
-from ._measure import (
+from .shared.measure import (
     check_close,
     cpu_peak_bytes,
     cpu_seconds,
@@ -25,8 +25,8 @@ from ._measure import (
     speed_up,
     summary,
 )
-from ._models import autocast
-from ._report import (
+from .shared.model_timing import autocast
+from .shared.report import (
     DROPOUT,
     TRAINING,
     argument_parser,

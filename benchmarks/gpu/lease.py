@@ -31,9 +31,9 @@ from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing.choice import automatic
 from sparsebert.files import replace_files
 
-from .._masks import FOLDER, build_mask
-from .._measure import cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
 from ..padding import MODELS, draw_lengths
+from ..shared.masks_by_name import FOLDER, build_mask
+from ..shared.measure import cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
 
 
 MASKS = {"dam_s": "minilm_dam_s_512", "dam_b": "minilm_dam_b64_512"}

@@ -30,8 +30,8 @@ from sparsebert.attention.kernels.triton_launch import configurations
 from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_form
 
-from .._masks import build_mask
-from .._report import FORWARD, RESULTS, TRAINING, make_table
+from ..shared.masks_by_name import build_mask
+from ..shared.report import FORWARD, RESULTS, TRAINING, make_table
 
 
 PATH = RESULTS / "gpu_model.json"

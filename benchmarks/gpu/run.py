@@ -354,7 +354,7 @@ def run_lease(folder, limit=LEASE_LIMIT, tiny=False):
 
 def machine():
     """GPU, driver, versions and git commit, read in a new process; `{"error": ...}` if that fails."""
-    command = [sys.executable, "-m", "benchmarks._report"]
+    command = [sys.executable, "-m", "benchmarks.shared.report"]
     try:
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired as error:

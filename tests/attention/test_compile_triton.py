@@ -54,8 +54,8 @@ def test_all_that_may_be_chosen(arch, dtype):
 
 
 def test_faults_are_named():
-    from benchmarks._ptx import Loop
     from benchmarks.compile_triton import Compiled, Variant, faults
+    from benchmarks.shared.ptx import Loop
 
     body = ("cp.async.wait_group {}", "mma.sync.m16n8k16", "cp.async.cg.shared.global", "cp.async.commit_group")
     late, early = (Loop(tuple(part.format(waiting) for part in body)) for waiting in (0, 1))

@@ -20,13 +20,13 @@ from benchmarks import (
     pretrain,
     search,
 )
-from benchmarks._masks import build_mask, kept
-from benchmarks._measure import WrongResult, interleaved, speed_up
-from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
-from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import lease
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
+from benchmarks.shared.masks_by_name import build_mask, kept
+from benchmarks.shared.measure import WrongResult, interleaved, speed_up
+from benchmarks.shared.systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
+from benchmarks.shared.training_steps import OPTIONS, make_step
 from sparsebert.attention.kernels import sdpa
 from sparsebert.attention.kernels.bias_operator import bias_attention
 from sparsebert.commands import main

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import _cpu_tables, pretrain
-from benchmarks._report import RESULTS, ROOT
+from benchmarks import pretrain
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
+from benchmarks.shared import cpu_tables
+from benchmarks.shared.report import RESULTS, ROOT
 from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
@@ -71,7 +72,7 @@ def test_reports_are_those_of_the_results(path):
 
 
 def test_what_the_front_page_says_of_training():
-    ratio = _cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
+    ratio = cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
     assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _front_page()
 
 

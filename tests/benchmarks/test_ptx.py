@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks._ptx import matrix_loops
+from benchmarks.shared.ptx import matrix_loops
 
 
 def loop(waiting, order="wait compute copy"):

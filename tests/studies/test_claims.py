@@ -6,8 +6,9 @@ import random
 import pytest
 
 from sparsebert.masks.patterns import build_pattern
-from studies.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
+from studies.claims import _AS_SPARSE, CLAIMS, _as_sparse, table
 from studies.experiments import EXPERIMENTS
+from studies.harness.claim_tests import Comparison, status, weakest
 from studies.sparsebert_paper.sparsebert_table3 import MasksStudy
 
 

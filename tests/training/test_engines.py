@@ -15,8 +15,8 @@ from conftest import TINY
 from processes import run_code
 from transformers import BertForMaskedLM, TrainingArguments
 
-from benchmarks._engines import EARLY, ENGINES, LATE, ONE
 from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
+from benchmarks.shared.engine_jobs import EARLY, ENGINES, LATE, ONE
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.models.bert.masked_token_head import TiedDecoder, share_bias
 from sparsebert.training.replicated_logits import (
@@ -50,7 +50,7 @@ def installed(plan):
 
 
 def train_all(folder, plan):
-    code = "import sys; from benchmarks._engines import main; sys.exit(main())"
+    code = "import sys; from benchmarks.shared.engine_jobs import main; sys.exit(main())"
     done = run_code(code, folder, json.dumps(plan), folder=folder, timeout=1200)
     assert done.returncode == 0, done.stderr[-6000:]
     return results_of(folder, plan)

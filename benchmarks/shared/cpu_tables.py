@@ -5,11 +5,11 @@ from pathlib import Path
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.tiles import mask_tile_shares
 
-from ._report import DROPOUT, FORWARD, make_table, ratio_text
-from .search import cost
+from ..search import cost
+from .report import DROPOUT, FORWARD, make_table, ratio_text
 
 
-MASKS = Path(__file__).parent / "masks"
+MASKS = Path(__file__).parents[1] / "masks"
 OURS, BEST_DENSE = "sparse_cpu", "best dense"
 BASELINES = {"sdpa": "`sdpa`, bool mask", "sdpa_unmasked": "`sdpa`, no mask", BEST_DENSE: "the best with a mask"}
 TILES = (64, 32)

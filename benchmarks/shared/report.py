@@ -1,7 +1,7 @@
 """
 What all benchmarks share besides measuring: command line, hardware, JSON, tables and plots.
 
-    python -m benchmarks._report    # the hardware as JSON
+    python -m benchmarks.shared.report    # the hardware as JSON
 """
 
 import argparse
@@ -27,8 +27,8 @@ from sparsebert.analysis.tables import Table
 from sparsebert.files import replace_files
 
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 # Options that change what is measured, whatever the cell.
 _SETTINGS = (
     *("device", "dtype", "threads", "instructions", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),

@@ -1,7 +1,7 @@
 """
 Two processes on the CPU train small models under an engine: search, freeze, fine-tune, save and resume.
 
-    python -m benchmarks._engines FOLDER '{"ENGINE": ["JOB", ...], ...}'
+    python -m benchmarks.shared.engine_jobs FOLDER '{"ENGINE": ["JOB", ...], ...}'
 
 Each process writes what it found to `FOLDER/ENGINE-RANK.json`, by job. Accelerate starts DeepSpeed and FSDP on
 accelerators only; here it is given the state that it would make there.
@@ -28,7 +28,7 @@ from sparsebert.training.runs.engines import warn_of_ignored_engine
 from sparsebert.training.trainer import SparseBertTrainer
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 ONE = "one process"
 # Name of the engine to the class that the model is wrapped in; FSDP2 puts its name before that of the model.
 ENGINES = {

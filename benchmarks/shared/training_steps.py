@@ -2,7 +2,7 @@
 A model in a process of its own that takes training steps when it is told to, so that its peak memory is its own while
 the steps of several models are timed in turns.
 
-    python -m benchmarks._training_steps SPEC    # SPEC is JSON; a line of input is a step, a line of output its report
+    python -m benchmarks.shared.training_steps SPEC    # JSON; a line of input is a step, one of output its report
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from transformers import BertConfig, BertForPreTraining
 
 from sparsebert import SparseBertConfig, SparseBertForPreTraining
 
-from ._masks import build_mask
-from ._report import ROOT
+from .masks_by_name import build_mask
+from .report import ROOT
 
 
 VOCABULARY = 30522

@@ -21,8 +21,8 @@ from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing.choice import ATTENTION_NAMES, automatic, choose_backend
 from sparsebert.attention.mask_inputs import MaskInputs
 
-from ._masks import build_mask, kept
-from ._measure import WrongResult, check_close, check_dropout
+from .masks_by_name import build_mask, kept
+from .measure import WrongResult, check_close, check_dropout
 
 
 HEAD_SIZE = 64

@@ -15,9 +15,9 @@ from transformers import BertConfig
 from sparsebert import SparseBertConfig
 from sparsebert.attention.choosing.choice import ATTENTION_NAMES
 
-from ._masks import HELP, build_mask, kept
-from ._measure import check_close, cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
-from ._report import (
+from .masks_by_name import HELP, build_mask, kept
+from .measure import check_close, cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
+from .report import (
     DROPOUT,
     FORWARD,
     argument_parser,

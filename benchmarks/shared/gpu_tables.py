@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from ._report import make_table, ratio_text
+from .report import make_table, ratio_text
 
 
-FOLDER = Path(__file__).parent / "gpu" / "results"
+FOLDER = Path(__file__).parents[1] / "gpu" / "results"
 OURS = "sparse_triton"
 BASELINES = {
     "flash": "flash, no mask",

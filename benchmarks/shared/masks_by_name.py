@@ -12,7 +12,7 @@ from sparsebert import SparseMask, build_pattern
 from sparsebert.masks.expansion import special_entries
 
 
-FOLDER = Path(__file__).parent / "masks"
+FOLDER = Path(__file__).parents[1] / "masks"
 TILE_SIZE = 64
 HELP = (
     "dam_s[:DENSITY], random offsets; dam_u[:DENSITY], random entries; toeplitz64[:LIVE], random tile diagonals; "
