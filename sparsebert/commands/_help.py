@@ -104,7 +104,7 @@ def _listed_fields(section: str, cls: type, command: Command) -> Iterator[str]:
     shared = {item.name for item in fields(HubArguments)}
     names = [name for name in items if name not in command.excluded.get(section, ())]
     names.sort(key=lambda name: name in shared)
-    defaults = {name: _default(items[name]) for name in names} | command.defaults.get(section, {})
+    defaults = {name: _default(items[name]) for name in names} | dict(command.defaults.get(section, {}))
     for name in names:
         if name in explained:
             allowed = command.choices.get(name) or choices(name)

@@ -54,7 +54,7 @@ def _check_required(values, command):
                 raise ValueError(f"--{item.name} is needed")
 
 
-def _split(words):
+def _split(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The words before the first flag, and each flag with its values."""
     names: list[str] = []
     flags: list[tuple[str, list[str]]] = []
