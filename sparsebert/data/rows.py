@@ -325,8 +325,14 @@ def as_table(
     labels: np.ndarray | None = None,
 ) -> "pa.Table":
     """
-    A table of concatenated rows of these lengths, with the length of segment A (with its special tokens) of each and,
-    for pairs, labels that say whether B is random.
+    A table of rows.
+
+    Args:
+        ids (`np.ndarray` of shape `(num_tokens,)`): The concatenated rows.
+        lengths (`np.ndarray` of shape `(num_rows,)`): Their lengths.
+        first_lengths (`np.ndarray` of shape `(num_rows,)`): Number of tokens of segment A, with its special tokens.
+        cls, sep (`int`): The special tokens.
+        labels (`np.ndarray` of shape `(num_rows,)`, *optional*): Whether B is random.
     """
     import pyarrow as pa
 

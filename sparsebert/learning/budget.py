@@ -69,10 +69,7 @@ def head_budgets(
 
 
 def budget_shift(
-    logits: torch.Tensor,
-    entries: DecidedEntries,
-    budget: torch.Tensor | float,
-    width: torch.Tensor | float,
+    logits: torch.Tensor, entries: DecidedEntries, budget: torch.Tensor | float, width: torch.Tensor | float
 ) -> torch.Tensor:
     """
     The multiplier mu of each head, `(L, H, 1)`, for which P = sigmoid((logits - mu) / width) keeps `budget` of the

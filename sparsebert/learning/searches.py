@@ -96,10 +96,7 @@ def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: boo
 
 
 def sample_mask(
-    logits: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    hard: bool = True,
-    noise: torch.Tensor | None = None,
+    logits: torch.Tensor, temperature: float | torch.Tensor = 1.0, hard: bool = True, noise: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Gumbel-sigmoid sample of a mask, and the noisy logits `(alpha + G1 - G2) / tau` that it came from. `hard` rounds it

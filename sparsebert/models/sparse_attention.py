@@ -42,7 +42,7 @@ NOT_LOADED = "this model is frozen but its mask is not loaded: use from_pretrain
 
 class SparseAttention(Float32Module):
     """
-    The attention mask of a model, registered once on the base model as `sparse_attention`.
+    The attention mask of a model, attached once to the base model as `sparse_attention`.
 
     It is in one of two states. While the mask is being learned, `search` is a [`MaskSearch`] and `mask_logits` a
     parameter; `learned` combines them into a [`LearnedMask`]. Once the mask is frozen, `mask` is a [`SparseMask`] and

@@ -16,13 +16,7 @@ from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileErr
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES
-from .attaching import (
-    attach_class,
-    attach_module,
-    attach_saved,
-    make_sparse_attention,
-    warn_of_changed_weights,
-)
+from .attaching import attach_class, attach_module, attach_saved, make_sparse_attention, warn_of_changed_weights
 from .bert.configuration_sparsebert import SparseBertConfig
 from .model_configs import NOTE_FIELD, Derived, forget_saved_fields, warn_of_missing_mask
 

@@ -230,6 +230,13 @@ class TestPacked:
         dataset = pretraining_dataset(stream(), tokenizer, max_length=32, max_tokens=1000)
         assert len(dataset) == 1000 // 32
 
+    def test_survives_saving(self, documents, tokenizer, tmp_path):
+        import datasets
+
+        dataset = pretraining_dataset(documents, tokenizer, max_length=32)
+        dataset.save_to_disk(tmp_path / "data")
+        assert datasets.load_from_disk(tmp_path / "data")[:] == dataset[:]
+
 
 @pytest.fixture(scope="module")
 def pairs(tokenizer):

@@ -84,9 +84,10 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("name", GLUE)
 @pytest.mark.parametrize("inside", [False, True])
-def test_original_files(write, name, inside):
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_original_files(write, name, inside, suffix):
     folder, text, texts, pairs, labels = ORIGINALS[name]
-    data = write(f"{folder}/train.tsv{'.gz' if inside else ''}", text)
+    data = write(f"{folder}/train.tsv{suffix}", text)
     loaded = glue.load(name, f"{data}/{folder}" if inside else data)
     assert set(loaded) == {"train"}
     train = loaded["train"]
@@ -136,19 +137,35 @@ def test_sentiment_in_json_lines(write):
         assert split[:] == {"id": ["0_9", "1_2"], "text": ["Fine.\nReally.", "Bad."], "label": [1, 0]}
 
 
-class TestSplits:
-    MATCHED = ["train", "validation_matched", "validation_mismatched", "test_matched"]
+def test_repeated_ids_are_replaced(write):
+    data = write("train.tsv", "id\tsentence\tlabel\n4\tA\t1\n4\tB\t1\n")
+    assert glue.load("sst2", data)["train"]["id"][:] == ["0", "1"]
 
+
+class TestSplits:
     def test_on_the_hub(self):
         assert glue.splits("rte") == ["train", "validation", "test"]
-        assert glue.splits("mnli") == [*self.MATCHED, "test_mismatched", "test_ax"]
+        assert glue.splits("mnli") == [
+            "train",
+            "validation_matched",
+            "validation_mismatched",
+            "test_matched",
+            "test_mismatched",
+            "test_ax",
+        ]
 
     def test_in_a_folder(self, write):
         text = ORIGINALS["mnli"][1]
         for stem in ("test_matched", "dev_mismatched", "odd", "dev_matched", "train"):
             data = write(f"MNLI/{stem}.tsv", text)
         write("RTE/train.tsv", text)
-        assert glue.splits("mnli", data) == [*self.MATCHED, "odd"]
+        assert glue.splits("mnli", data) == [
+            "train",
+            "validation_matched",
+            "validation_mismatched",
+            "test_matched",
+            "odd",
+        ]
         assert "odd" not in glue.load("mnli", data)
 
     @pytest.mark.parametrize("place", ["diagnostic/diagnostic.tsv", "AX/AX.tsv", "AX/other.tsv.gz"])
@@ -178,19 +195,28 @@ class TestSplits:
         with pytest.raises(OSError, match="cannot load split 'train' of nyu-mll/glue .*--data DIR"):
             glue.load("rte", None, ["train"])
 
+    def test_missing_label_column(self, write):
+        data = write("train.tsv", "index\tsentence\n0\tA\n")
+        message = "train.tsv: row 1: no column label; available: index, sentence"
+        with pytest.raises(ValueError, match=message):
+            glue.load("sst2", data)
+
 
 class TestBadRows:
     @pytest.mark.parametrize(
         ("name", "label", "field", "message"),
         [
             ("cola", "2", "label", "'2' is not one of 0, 1"),
+            ("sst2", "positive", "label", "'positive' is not one of 0, 1"),
             ("mrpc", "", "Quality", "'' is not one of 0, 1"),
             ("qqp", "-1", "is_duplicate", "'-1' is not one of 0, 1"),
+            ("wnli", "1.0", "label", "'1.0' is not one of 0, 1"),
             ("mnli", "-", "gold_label", "'-' is not one of entailment, neutral, contradiction"),
             ("qnli", "0", "label", "'0' is not one of entailment, not_entailment"),
             ("rte", "neutral", "label", "'neutral' is not one of entailment, not_entailment"),
             ("stsb", "high", "score", "'high' is not a number from 0 to 5"),
             ("stsb", "5.001", "score", "'5.001' is not a number from 0 to 5"),
+            ("stsb", "-0.1", "score", "'-0.1' is not a number from 0 to 5"),
             ("stsb", "nan", "score", "'nan' is not a number from 0 to 5"),
         ],
     )
@@ -216,15 +242,22 @@ class TestBadRows:
         folder = write("dev.tsv", "id\tquestion1\tquestion2\tis_duplicate\n4\tA\t\t0\n5\t\tB\t0\n")
         assert glue.load("qqp", folder)["validation"]["text_pair"][:] == ["", "B"]
 
+    def test_number_of_fields(self, write):
+        data = write("dev.tsv", "sentence1\tsentence2\tlabel\nA\tB\tentailment\n\nA\tentailment\n")
+        with pytest.raises(ValueError, match="dev.tsv: row 4: 2 fields, expected 3: sentence1, sentence2, label"):
+            glue.load("rte", data)
+
     def test_one_label_missing_in_a_test_file(self, write):
         data = write("test.tsv", "sentence\tlabel\nA\t1\nB\t-1\n")
         with pytest.raises(ValueError, match="test.tsv: row 3, field 'label': '-1' is not one of 0, 1"):
             glue.load("sst2", data)
 
     def test_json(self, write):
-        data = write("train.jsonl", '{"text": "A", "label": true}\n')
+        data = write("train.jsonl", '{"text": "A", "label": true}\n{"text": 3, "label": 1}\n{"label": 1}\n')
         with pytest.raises(ValueError, match="train.jsonl: row 1, field 'label': True is not one of 0, 1"):
             glue.load("sst2", data)
+        with pytest.raises(ValueError, match="no usable rows, 3 bad ones"):
+            glue.load("sst2", data, skip_bad=True)
 
 
 @pytest.fixture
@@ -323,4 +356,7 @@ class TestAverages:
         assert tuple(result.values()) == (pytest.approx(expected) if scores else expected)
 
     def test_columns_are_of_the_tasks(self):
+        assert [title for title, *_ in GLUE_COLUMNS] == [
+            *("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
+        ]
         assert all(split in glue.splits(task) for _, task, split, _ in GLUE_COLUMNS)

@@ -88,14 +88,27 @@ class TestLoad:
             "label": 2,
         }
 
-    @pytest.mark.parametrize("label", [{}, {"label": ""}, {"label": -1}, {"label": None}, {"label": 1}])
-    def test_labels_of_a_test_file(self, write_lines, label):
-        data = write_lines("test.jsonl", [{"context": "A", "endings": ["x", "y"]} | label])
-        assert ("label" in swag.load(data)["test"].column_names) == (label == {"label": 1})
+    @pytest.mark.parametrize(
+        ("ids", "expected"),
+        [
+            ([{"ind": 4}, {"ind": 9}], ["4", "9"]),
+            ([{"ind": 4, "id": "a"}, {"ind": 9, "id": "b"}], ["a", "b"]),
+            ([{"fold-ind": 5, "ind": 4}, {"fold-ind": 6, "ind": 4}], ["5", "6"]),
+            ([{"video-id": "v"}, {"video-id": "v"}], ["0", "1"]),
+        ],
+    )
+    def test_ids(self, write_lines, ids, expected):
+        rows = [row | {"context": "A", "endings": ["x", "y"], "label": 0} for row in ids]
+        assert swag.load(write_lines("dev.jsonl", rows))["validation"]["id"][:] == expected
 
-    def test_ids(self, write_lines):
-        rows = [{"fold-ind": f, "ind": 4, "context": "A", "endings": ["x", "y"], "label": 0} for f in (5, 6)]
-        assert swag.load(write_lines("dev.jsonl", rows))["validation"]["id"][:] == ["5", "6"]
+    @pytest.mark.parametrize("label", [{}, {"label": ""}, {"label": -1}, {"label": None}])
+    def test_unlabeled_test_file(self, write_lines, label):
+        data = write_lines("test.jsonl", [{"context": "A", "endings": ["x", "y"]} | label])
+        assert "label" not in swag.load(data)["test"].column_names
+
+    def test_labeled_test_file(self, write_lines):
+        data = write_lines("test_5.jsonl", [{"context": "A", "endings": ["x", "y"], "label": 1}])
+        assert swag.load(data, ["test_5"])["test_5"]["label"][:] == [1]
 
 
 class TestSplits:
@@ -138,6 +151,7 @@ class TestBadRows:
         ("change", "field", "message"),
         [
             ({"context": ""}, "context", "is empty"),
+            ({"context": None}, "context", "is missing"),
             ({"endings": None}, "endings", "is missing"),
             ({"endings": "xyz"}, "endings", "'xyz' is not a list of texts"),
             ({"endings": ["x"]}, "endings", "at least 2 endings are needed, got 1"),
@@ -145,6 +159,7 @@ class TestBadRows:
             ({"endings": ["x", " ", "z"]}, "endings[1]", "is empty"),
             ({"endings": ["x", "y", None]}, "endings[2]", "is missing"),
             ({"label": 3}, "label", "3 is not one of 0 to 2"),
+            ({"label": -1}, "label", "-1 is not one of 0 to 2"),
             ({"label": "B"}, "label", "'B' is not one of 0 to 2"),
             ({"label": True}, "label", "True is not one of 0 to 2"),
             ({"label": None}, "label", "None is not one of 0 to 2"),
@@ -159,9 +174,18 @@ class TestBadRows:
             assert len(swag.load(data, skip_bad=True)["train"]) == 2
         assert "skipped 1 of 3 rows, the first: row 2" in caplog.text
 
-    def test_table(self, write_table):
-        bad = ROWS[1][:-1] + ["4"]
-        with pytest.raises(ValueError, match="train.csv: row 3, field 'label': '4' is not one of 0 to 3"):
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("ending2", "", "row 3, field 'ending2': is empty"),
+            ("sent1", " ", "row 3, field 'sent1': is empty"),
+            ("label", "4", "row 3, field 'label': '4' is not one of 0 to 3"),
+        ],
+    )
+    def test_table(self, write_table, column, value, message):
+        bad = list(ROWS[1])
+        bad[COLUMNS.index(column)] = value
+        with pytest.raises(ValueError, match=f"train.csv: {message}"):
             swag.load(write_table("train.csv", COLUMNS, [ROWS[0], bad]))
 
     @pytest.mark.parametrize(
@@ -219,9 +243,9 @@ class TestFeatures:
         assert torch.equal(batch["labels"], torch.tensor([1, 0]))
 
     def test_batch_without_labels(self, tokenizer):
-        assert set(swag.collator(tokenizer)(list(encode_all(tokenizer, examples())))) == {
-            *("input_ids", "token_type_ids", "attention_mask")
-        }
+        batch = swag.collator(tokenizer)(list(encode_all(tokenizer, examples())))
+        assert set(batch) == {"input_ids", "token_type_ids", "attention_mask"}
+        assert batch["input_ids"].shape == (2, 2, 8)
 
 
 def encode_all(tokenizer, rows, max_length=16):

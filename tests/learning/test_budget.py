@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.learning.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
-from sparsebert.learning.decided_entries import TiedEntries
+from sparsebert.learning.decided_entries import TiedEntries, VerticalSlash
 from sparsebert.learning.learned_mask import LearnedMask
 from sparsebert.learning.mask_search import described_search
 
@@ -28,23 +28,30 @@ def test_the_budget_is_met_in_every_head(share, width):
     torch.testing.assert_close(kept, budget.expand(2, 3), rtol=1e-3, atol=1e-3)
 
 
-def test_gradient_passes_through_the_multiplier():
-    logits, entries = torch.randn(1, 2, 7, requires_grad=True), TiedEntries(torch.arange(7.0))
-    weights = torch.randn(1, 2, 7)
+@pytest.mark.parametrize(
+    "entries, scope",
+    [
+        (TiedEntries(torch.arange(12.0)), "head"),
+        (VerticalSlash(6, "none", True), "head"),
+        (VerticalSlash(6, "none", True), "global"),
+    ],
+    ids=["tied", "union", "union, one budget"],
+)
+def test_gradient_passes_through_the_multiplier(entries, scope):
+    logits, weights = torch.randn(1, 2, 12, requires_grad=True), torch.randn(1, 2, 12)
 
-    def value(logits):
-        return (torch.sigmoid((logits - budget_shift(logits, entries, 8.0, 0.7)) / 0.7) * weights).sum()
+    def probs(logits):
+        budgets = head_budgets(logits, 12.0, 0.0, entries.total, scope)
+        return torch.sigmoid((logits - budget_shift(logits, entries, budgets, 0.7)) / 0.7)
 
-    (gradient,) = torch.autograd.grad(value(logits), logits)
+    (gradient,) = torch.autograd.grad((probs(logits) * weights).sum(), logits)
     with torch.no_grad():
-        for index in range(7):
+        for index in range(12):
             step = torch.zeros_like(logits)
             step[0, 1, index] = 1e-2
-            difference = (value(logits + step) - value(logits - step)).item() / 2e-2
+            difference = ((probs(logits + step) - probs(logits - step)) * weights).sum().item() / 2e-2
             assert gradient[0, 1, index].item() == pytest.approx(difference, abs=2e-3)
-    # Adding a constant to all logits of a head changes nothing.
-    shifted = torch.sigmoid(logits + 3 - budget_shift(logits + 3, entries, 8.0, 1.0))
-    torch.testing.assert_close(shifted, torch.sigmoid(logits - budget_shift(logits, entries, 8.0, 1.0)))
+    torch.testing.assert_close(probs(logits + 3), probs(logits))  # nothing but a constant
 
 
 def test_gradient_passes_to_the_budget():

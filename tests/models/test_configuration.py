@@ -91,12 +91,7 @@ def test_defaults(tiny_config):
     assert tiny_config(pattern="window").search is None
     assert tiny_config(frozen=True).search is None
     assert (config.mask_logit_scale, config.temperature, config.hard, config.symmetric) == (10.0, 1.0, None, True)
-    assert (config.mask_form, config.share_layers, config.diagonal, config.last_token) == (
-        None,
-        True,
-        None,
-        None,
-    )
+    assert (config.mask_form, config.share_layers, config.diagonal, config.last_token) == (None, True, None, None)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,7 @@ import pytest
 import torch
 import transformers
 from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING
-from transformers import (
-    BertConfig,
-    BertModel,
-    EncoderDecoderModel,
-    GenerationConfig,
-)
+from transformers import BertConfig, BertModel, EncoderDecoderModel, GenerationConfig
 
 import sparsebert
 from sparsebert import (

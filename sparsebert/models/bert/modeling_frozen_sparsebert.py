@@ -176,13 +176,7 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
     config_class = SparseBertConfig
 
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None, **kwargs
     ):
         if self.config._attn_implementation not in ("eager", "sdpa"):
             raise ValueError(

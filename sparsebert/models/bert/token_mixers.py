@@ -24,35 +24,18 @@ NUM_FILTERS = 16
 FILTER_LENGTH = 128
 
 
-def real_positions(
-    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, mask_inputs: "MaskInputs | None"
-) -> torch.Tensor:
+class TokenMixer(nn.Module):
     """
-    The positions that a mixer may read: `(B or 1, n, 1)`, 1 for a real token and 0 for padding, with the dtype of the
-    input `(B, n, D)` of the layer.
-    """
-    if attention_mask is not None and attention_mask.dim() == 4:
-        raise ValueError(
-            "token_mixers other than 'attention' do not support a 4-D attention_mask, got one of shape "
-            f"{tuple(attention_mask.shape)}: use a 2-D padding mask"
-        )
-    if mask_inputs is None:
-        raise RuntimeError("a token mixer was called without its base model, which prepares the padding")
-    if mask_inputs.padding is None:
-        return hidden_states.new_ones(1, hidden_states.shape[1], 1)
-    return mask_inputs.padding[..., None].to(hidden_states.dtype)
-
-
-class AverageAttention(nn.Module):
-    """
-    The mean of all real tokens, at every position: attention with the weights 1/n. It has no parameters, since a value
-    projection before the mean would only multiply W_O.
-
-    Source: Are Transformers Universal Approximators (arXiv 1912.10077), Section D.
+    Base of the mixers: each has a method `mix` of the input `(B, n, D)` of a layer and of its real tokens,
+    `(B or 1, n, 1)`, 1 for a real token and 0 for padding.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
+
+    def mix(self, hidden_states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """The output of the layer, `(B, n, D)`."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -62,12 +45,32 @@ class AverageAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
-        real = real_positions(hidden_states, attention_mask, mask_inputs)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            raise ValueError(
+                "token_mixers other than 'attention' do not support a 4-D attention_mask, got one of shape "
+                f"{tuple(attention_mask.shape)}: use a 2-D padding mask"
+            )
+        if mask_inputs is None:
+            raise RuntimeError("a token mixer was called without its base model, which prepares the padding")
+        if mask_inputs.padding is None:
+            return self.mix(hidden_states, hidden_states.new_ones(1, hidden_states.shape[1], 1)), None
+        return self.mix(hidden_states, mask_inputs.padding[..., None].to(hidden_states.dtype)), None
+
+
+class AverageAttention(TokenMixer):
+    """
+    The mean of all real tokens, at every position: attention with the weights 1/n. It has no parameters, since a value
+    projection before the mean would only multiply W_O.
+
+    Source: Are Transformers Universal Approximators (arXiv 1912.10077), Section D.
+    """
+
+    def mix(self, hidden_states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         mean = (hidden_states * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
-        return mean.expand_as(hidden_states), None
+        return mean.expand_as(hidden_states)
 
 
-class BProj(nn.Module):
+class BProj(TokenMixer):
     """
     `X W_P`, which together with W_O and the residual is the bi-linear projection `X + W_O X W_P`. W_P is n x n, with n
     the model's `max_position_embeddings`, so all inputs must have exactly this length.
@@ -76,28 +79,20 @@ class BProj(nn.Module):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.positions = nn.Linear(config.max_position_embeddings, config.max_position_embeddings, bias=False)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        mask_inputs: "MaskInputs | None" = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
+    def mix(self, hidden_states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         expected = self.positions.in_features
         if hidden_states.shape[1] != expected:
             raise ValueError(
                 f"the token mixer 'bproj' takes inputs of exactly {expected} tokens (max_position_embeddings), got "
                 f"{hidden_states.shape[1]}: pad them to that length"
             )
-        real = real_positions(hidden_states, attention_mask, mask_inputs)
-        return self.positions((hidden_states * real).transpose(1, 2)).transpose(1, 2), None
+        return self.positions((hidden_states * real).transpose(1, 2)).transpose(1, 2)
 
 
-class SepConv(nn.Module):
+class SepConv(TokenMixer):
     """
     A gated linear unit and a depth-wise convolution along the text, which together with W_O are a separable
     convolution. Each of its 16 filters of length 128 serves D / 16 neighboring channels. Position i reads the
@@ -108,26 +103,18 @@ class SepConv(nn.Module):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.gated = nn.Linear(config.hidden_size, 2 * config.hidden_size)
         self.filters = nn.Conv1d(NUM_FILTERS, NUM_FILTERS, FILTER_LENGTH, groups=NUM_FILTERS, bias=False)  # (F, 1, k)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        mask_inputs: "MaskInputs | None" = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
-        real = real_positions(hidden_states, attention_mask, mask_inputs)
+    def mix(self, hidden_states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         # Padding is zeroed after the gated unit, which has a bias.
         values = nn.functional.glu(self.gated(hidden_states), dim=-1) * real  # (B, n, D)
         batch, length, size = values.shape
         rows = values.view(batch, length, NUM_FILTERS, -1).permute(0, 3, 2, 1)  # (B, D / F, F, n)
         rows = nn.functional.pad(rows.flatten(0, 1), (FILTER_LENGTH // 2, (FILTER_LENGTH - 1) // 2))
         mixed = self.filters(rows).view(batch, -1, NUM_FILTERS, length)
-        return mixed.permute(0, 3, 2, 1).reshape(batch, length, size), None
+        return mixed.permute(0, 3, 2, 1).reshape(batch, length, size)
 
 
 MIXERS: dict[str, type[nn.Module]] = {
