@@ -61,23 +61,14 @@ class VerticalSlash:
     Entries that are kept by any of three parameters: that of the offset `abs(i - j)`, of the column j ("vertical") and
     of the row i. A head has the parameters of N offsets, of N columns and of N rows, in this order; if `symmetric`, a
     token has one parameter for its column and its row, which makes it a global token, and K is 2N instead of 3N.
+    Without `learned_diagonal`, entries of the diagonal are not counted.
 
-    The draws of the parameters are independent, so an entry is kept with the probability
-    `1 - (1 - P_offset) (1 - P_column) (1 - P_row)`: the share of hard samples in which one of the three is drawn. On
-    the diagonal of a symmetric mask column and row are one draw, which counts once.
-
-    Args:
-        length (`int`): n.
-        special_tokens (`str`): Tokens whose rows and columns are always on: `"none"`, `"first"` or `"first_last"`.
-        symmetric (`bool`): Whether the column and the row of a token share a parameter.
-        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether entries of the diagonal are among those that
-            are counted.
-
-    Attributes:
-        total (`int`): Number of entries that parameters decide, per head.
+    The draws of the parameters are independent, so an entry is kept with the probability `1 - (1 - P_offset) (1 -
+    P_column) (1 - P_row)`: the share of hard samples in which one of the three is drawn. On the diagonal of a
+    symmetric mask column and row are one draw, which counts once.
 
     Source: the vertical and slash lines of MInference (arXiv 2407.02490), Section 3, with the global tokens of
-        Longformer (arXiv 2004.05150), Section 3.1.
+    Longformer (arXiv 2004.05150), Section 3.1.
     """
 
     length: int

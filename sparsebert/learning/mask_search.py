@@ -41,20 +41,10 @@ PENALIZED = "_sparsebert_penalized"
 @dataclass(kw_only=True, eq=False)
 class MaskSearch(MaskDescription):
     """
-    The description of a search with all its defaults, made once for a model by [`described_search`]. The logits are
-    not part of it: [`LearnedMask`] combines the two.
-
-    Attributes:
-        num_layers (`int`): L.
-        num_heads (`int`): H.
-        form (`str`): What has a parameter, see [`Search`].
-        fixed_diagonal (`bool`, *optional*): Whether the diagonal is always on or always off. `None` learns it.
-        union ([`VerticalSlash`], *optional*): The entries of the form `"vertical_slash"`.
-        num_parameters (`int`): K.
-        num_fixed (`int`): Number of entries per head that are always on.
-        num_learned (`int`): Number of entries per head that parameters decide.
-        counts (`torch.Tensor` of shape `(K,)`): Number of learned entries that each parameter decides, or of which it
-            is one of the parameters, float32.
+    The description of a search with all its defaults, made once for a model by [`described_search`]: `form` says what
+    has a parameter, see [`Search`], of which there are K per head, `num_parameters`; a head has `num_fixed` entries
+    that are always on, and `num_learned` that parameters decide, `counts` `(K,)` each. The logits are not part of it:
+    [`LearnedMask`] combines the two.
     """
 
     num_layers: int
@@ -206,8 +196,8 @@ class MaskSearch(MaskDescription):
 
     def expand(self, values: torch.Tensor, length: int, off: float, on: float) -> torch.Tensor:
         """
-        Values of the parameters `(L, H, K)` as values of the entries `(L, H, m, m)`, see [`expand`]. In
-        `"vertical_slash"` the values are in [0, 1], and those of the entries are of their union.
+        Values of the parameters `(L, H, K)` as those of the entries `(L, H, m, m)`, see [`expand`]; for a union in [0,
+        1].
         """
         if (union := self.union) is not None:
             return self._grown(length, on, lambda known, index: union.expand(values, known, index), values.device)

@@ -35,9 +35,9 @@ logger = logging.get_logger(__name__)
 
 class MaskedForward(_ModelBase):
     """
-    Mixin of all models with a mask. The `forward` of a base model prepares the inputs of its mask, and that of any
-    model adds the sparsity penalty to its loss in training. Every class that derives from it gets such a `forward`
-    around its own or inherited one, with the same signature.
+    Mixin of all models with a mask. Every class that derives from it gets a `forward` around its own or inherited one,
+    with the same signature: it prepares the inputs of the mask of a base model, and adds the sparsity penalty to the
+    loss of any model in training.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -154,42 +154,21 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         # A frozen model whose mask was never loaded says nothing about the mask in the folder.
         return () if self.sparse_attention.mask is None else (SEARCH_CONFIG_NAME,)
 
-    def _upload_modified_files(
-        self,
-        working_dir,
-        repo_id,
-        files_timestamps,
-        commit_message=None,
-        token=None,
-        create_pr=False,
-        revision=None,
-        commit_description=None,
-    ):
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, commit_message=None, **arguments):
         """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""
         # The step before has put a card without content, or that of the repository, in the place of the model's.
         card = Path(working_dir) / CARD_NAME
         tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags if card.is_file() else None
         card.unlink(missing_ok=True)
         save_model_card(self, Path(working_dir))
-        commit, _ = push_folder(
-            working_dir,
-            repo_id,
-            commit_message=commit_message or "Upload model",
-            commit_description=commit_description,
-            token=token,
-            create_pr=create_pr,
-            revision=revision,
-            tags=tags,
-            replaced=self._contradicting_files(),
-        )
-        return commit
+        arguments |= {"commit_message": commit_message or "Upload model", "tags": tags}
+        return push_folder(working_dir, repo_id, **arguments, replaced=self._contradicting_files())[0]
 
 
 class AttachedModel(Derived, SparseModelMixin):
     """
-    A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
-    the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
-    and `search_config.json` says what is searched.
+    A stock model with a mask from [`attach`], under the name of its stock class. The files that it saves stay stock.
+    While searching, the weights contain the mask logits as well, and `search_config.json` says what is searched.
     """
 
     def _save_mask(self, folder):

@@ -294,16 +294,12 @@ class SparseAttention(Float32Module):
     ) -> MaskInputs:
         """
         Prepare one forward of the base model: sample the mask (a search in training), threshold it (a search in
-        evaluation) or take the frozen mask, and bring it into the form that the backend reads.
+        evaluation) or take the frozen mask, and bring it into the form that the backend `name` reads.
 
-        Args:
-            name (`str`): The attention implementation of the model.
-            batch, num_queries, num_keys (`int`): B, n and m. The queries are the last n of the m positions.
-            padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-            needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
-                caller adds a 4-D mask.
-            documents ([`DocumentSpans`], *optional*): Where the B sequences of n = m positions are in the batch. Each
-                has the mask of an input of its own length.
+        The `num_queries` queries are the last of the `num_keys` positions; `padding` `(B, m)` is True for real tokens;
+        `needs` are `"weights"` if the probabilities are asked for, `"additive"` if the caller adds a 4-D mask;
+        `documents` says where the B sequences are in the batch, each of which has the mask of an input of its own
+        length.
         """
         config, carrier, learned = self.config, self.carrier, self.learned
         sampling = learned is not None and self.training and not learned.search.pruned

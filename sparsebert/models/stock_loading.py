@@ -86,13 +86,8 @@ def from_pretrained_with_mask(
     read: Callable[..., Any], cls: Any, source: str | PathLike | None, *args: Any, **kwargs: Any
 ) -> Any:
     """
-    What `from_pretrained` of a class returns, with the mask that is beside the weights, if there is one.
-
-    Args:
-        read (`Callable`): Loads the weights: `read(cls, source, *args, **kwargs)`.
-        cls (`type`): The class of the model.
-        source (`str` or `os.PathLike`, *optional*): Folder or Hub id.
-        args, kwargs: Those of `PreTrainedModel.from_pretrained`, and how the mask is used, see [`load`].
+    What `from_pretrained` of a class returns, with the mask that is beside the weights, if there is one. `read(cls,
+    source, *args, **kwargs)` loads the weights; how the mask is used is among the arguments, see [`load`].
     """
     cls = cls.stock_class if issubclass(cls, Derived) else cls
     if source is None or not _may_carry(cls):
