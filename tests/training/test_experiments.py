@@ -340,7 +340,6 @@ def test_glue_without_any_data(recipe, tmp_path):
 @pytest.mark.parametrize(
     "data, message",
     [
-        ({"task": "rtee"}, "did you mean 'rte'"),
         ({"task": None}, "--task NAME or --all"),
         ({"all": True}, "--task NAME or --all"),
         ({"model": None}, "--model"),
