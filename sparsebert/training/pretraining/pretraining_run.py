@@ -70,9 +70,9 @@ def _pretrain(run: TrainingRun, data: PretrainingArguments, fields: dict[str, An
         pruning.check(model)
     if data.start_from_attention:
         check_rows_fill_mask(data.max_length, model.config.mask_length)
+    run.define(data, model.config)  # now, and again when the text is known, which takes longer
     if run.checkpoint:
         check_checkpoint(run.checkpoint, model, pruning, data.search_end < 1)
-    run.define(data, model.config)  # now, and again when the text is known, which takes longer
     inputs = make_inputs(data, training, model.config)
     run.define(data, model.config, **inputs.record)
 
