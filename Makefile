@@ -33,7 +33,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/sparsebert report $$(ls -d runs/demo/minilm 2>/dev/null) runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations 20
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
