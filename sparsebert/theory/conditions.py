@@ -128,7 +128,8 @@ class Universality:
 
 def check_universality(mask: "SparseMask", length: int | None = None, causal: bool = False) -> Universality:
     """
-    Check the assumptions of the theorems for a mask.
+    Check the assumptions of the theorems for a mask at a length, by default its own, on inputs without padding. Its L
+    layers are read as a cycle with the smallest p that fits; `causal` removes the keys after the query.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Assumption 1 and Theorem 1; SparseBERT (arXiv
     2102.12871), Theorem 1.

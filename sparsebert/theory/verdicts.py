@@ -76,7 +76,7 @@ def pattern_case(
     parameters: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Case:
-    """Make the [`Case`] of a pattern."""
+    """Make the [`Case`] of a pattern; the parameter `"sqrt"` is the rounded square root of the length."""
 
     def build(length: int, num_heads: int) -> SparseMask:
         known = {key: _by_length(value, length) for key, value in (parameters or {}).items()}

@@ -42,13 +42,7 @@ logger = logging.get_logger(__name__)
 
 
 class CellsFailed(RuntimeError):
-    """
-    Some cells of an experiment failed, after which the others were run.
-
-    Args:
-        message (`str`): Which cells, and why.
-        tables (`list[Table]`): Tables of all finished cells.
-    """
+    """Some cells failed, after which the others were run; `tables` are those of all finished cells."""
 
     def __init__(self, message: str, tables: list[Table]) -> None:
         super().__init__(message)

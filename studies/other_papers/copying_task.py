@@ -137,14 +137,7 @@ def reachable(mask: SparseMask, depth: int, source_length: int) -> float:
 
 
 class CopyingAttention(nn.Module):
-    """
-    One attention layer: layer norm, H heads under one layer of the mask, and a residual connection.
-
-    Args:
-        arguments ([`CopyingArguments`]): Sizes and backend.
-        mask ([`SparseMask`]): Mask of all layers.
-        layer (`int`): Index of the layer.
-    """
+    """One attention layer: layer norm, H heads under one layer of the mask, and a residual connection."""
 
     def __init__(self, arguments: CopyingArguments, mask: SparseMask, layer: int):
         super().__init__()
@@ -168,12 +161,7 @@ class CopyingAttention(nn.Module):
 
 
 class CopyingModel(nn.Module):
-    """
-    Embeddings, L attention layers and one feed-forward layer that predict the next symbol.
-
-    Args:
-        arguments ([`CopyingArguments`]): Sizes and mask.
-    """
+    """Embeddings, L attention layers and one feed-forward layer that predict the next symbol."""
 
     def __init__(self, arguments: CopyingArguments):
         super().__init__()

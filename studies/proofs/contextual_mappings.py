@@ -56,21 +56,8 @@ def find_collision(inputs: np.ndarray, ids: np.ndarray, up_to_permutation: bool)
 @dataclass(frozen=True)
 class Check:
     """
-    A lemma, checked on every input of one size.
-
-    Attributes:
-        lemma, attention (`str`):
-            Which lemma, and with which attention.
-        num_columns, num_rows, grid_size (`int`):
-            n, d and g.
-        num_layers (`int`):
-            Number of layers of the construction.
-        num_inputs (`int`):
-            Number of inputs, all that the lemma covers.
-        collision (`tuple[np.ndarray, ...]`, *optional*):
-            Two inputs `(d, n)` that share a number, as fractions; `None` if the mapping is contextual.
-        note (`str`):
-            What else was found.
+    A lemma, checked on every input of one size that it covers. `collision` has two inputs `(d, n)` that share a
+    number, as fractions; `None` if the mapping is contextual.
     """
 
     lemma: str

@@ -96,25 +96,8 @@ def least_probability(
 @dataclass(frozen=True)
 class Scale:
     """
-    The scale of one map and the result of its check.
-
-    Attributes:
-        name (`str`):
-            Name of the map.
-        margin (`float`):
-            Margin zeta of the largest score.
-        error (`float`):
-            Error eta that is allowed.
-        length (`int`):
-            Number of keys of a row, m.
-        parameters (`dict`):
-            Parameters of the map.
-        scale (`float`, *optional*):
-            Scale t; `None` if no formula is known.
-        probability (`float`, *optional*):
-            The smallest probability that was found for the largest score; `None` if it was not checked.
-        reason (`str`):
-            Why it was not checked.
+    The scale t of one map, and the smallest probability that was found for the largest score; `None` if there is no
+    formula, or it was not checked, for a `reason`. Margin zeta, error eta, and m keys are those of the check.
     """
 
     name: str
