@@ -24,10 +24,8 @@ from ...files import (
     METRICS_NAME,
     SUBMISSION_NAME,
     TABLES_NAME,
-    check_other_folder,
     locked_output,
     replace_files,
-    within,
     write_metrics,
 )
 from ...hub import without_secrets
@@ -35,6 +33,7 @@ from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...output_folders import remove, remove_replaced, stored_metrics, weights_and_checkpoints
 from ..runs.run_cards import add_finetuning
 from ..runs.run_folders import resume_from
+from ..runs.sources import check_kept
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .finetuning_checks import check_arguments
@@ -94,9 +93,7 @@ def _read_plan(recipe: dict[str, dict[str, Any]]) -> _Plan:
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
-    check_other_folder(
-        output, model=within(options.model, options.subfolder), mask=within(options.mask, options.mask_subfolder)
-    )
+    check_kept(output, "model", options)
     arguments, *_ = [
         training_arguments(recipe["training"] | settings, output, TASKS[name])
         for name in (GLUE if options.all else [str(options.task)])

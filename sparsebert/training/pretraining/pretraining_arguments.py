@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import validated_field
@@ -19,7 +18,7 @@ from ...checks import (
     no_effect,
     number,
 )
-from ...files import check_makeable, check_other_folder, within
+from ...files import check_makeable
 from ...hub import HubArguments, mask_arguments, read_config
 from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
@@ -27,7 +26,7 @@ from ...masks.patterns import PATTERNS
 from ...models.architectures import num_positions
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ..runs.run_checks import check_model_fields, check_sizes_of
-from ..runs.sources import check_source, check_text_files
+from ..runs.sources import check_kept, check_source, check_text_files
 from ..time_budget import SCHEDULES, counts_steps
 
 
@@ -163,11 +162,7 @@ def check_pretraining(data: PretrainingArguments, model: dict[str, Any], trainin
     check_source("base_model", data.base_model, **data.hub_arguments(data.base_model))
     check_source("tokenizer", data.tokenizer, **HubArguments(token=data.token).hub_arguments())
     check_source("mask", data.mask, **mask_arguments(data))
-    check_other_folder(
-        Path(training.output_dir or ""),
-        base_model=within(data.base_model, data.subfolder),
-        mask=within(data.mask, data.mask_subfolder),
-    )
+    check_kept(training.output_dir or "", "base_model", data)
     _check_given_mask(data, model)
     check_model_fields(model)
     _check_positions(data, model)

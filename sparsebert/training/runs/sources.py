@@ -14,6 +14,7 @@ from transformers.utils import (
 
 from ...data.documents import load_documents
 from ...data.streams import find_shards
+from ...files import check_other_folder, within
 from ...hub import check_available
 from ...masks.mask_files import MASK_CONFIG_NAME, check_undamaged
 from ...masks.patterns import PATTERNS
@@ -52,6 +53,12 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
                 check_available(name, *filenames, **hub_arguments)
         return
     check_undamaged(folder, field)
+
+
+def check_kept(output: str | PathLike, field: str, options: Any) -> None:
+    """Check that a run does not replace what it starts from: what a field of its options names, and its mask."""
+    source = {field: within(getattr(options, field), options.subfolder)}
+    check_other_folder(Path(output), **source, mask=within(options.mask, options.mask_subfolder))
 
 
 def check_text_files(field: str, source: Any, streaming: bool = False) -> None:

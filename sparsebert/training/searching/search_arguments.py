@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from ...checks import (
     one_of,
 )
 from ...data.tasks import TASKS
-from ...files import check_other_folder, within
 from ...hub import HubArguments, mask_arguments, read_config
 from ...learning.mask_description import MASK_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
@@ -36,7 +34,7 @@ from ...output_folders import check_free
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import MissingSplitError, choose_splits
 from ..finetuning.task_models import model_and_mask_arguments
-from ..runs.sources import check_source, check_text_files
+from ..runs.sources import check_kept, check_source, check_text_files
 from .objectives import ANSWERING, OBJECTIVES
 
 
@@ -234,11 +232,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
             raise ValueError(f"--{name} is needed")
     check_effects(_NO_EFFECT, options)
     _check_text(options)
-    check_other_folder(
-        Path(str(options.output_dir)),
-        model=within(options.model, options.subfolder),
-        mask=within(options.mask, options.mask_subfolder),
-    )
+    check_kept(str(options.output_dir), "model", options)
     check_free(str(options.output_dir), options.overwrite)
     _check_mask(options, fields, given)
     config = _check_model(options)
