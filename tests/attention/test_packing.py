@@ -300,7 +300,8 @@ def with_and_without_padding(model, inputs):
         out = model(**inputs, output_hidden_states=True)
         out.loss.backward()
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-        states = [each * PADDING[..., None] for each in out.hidden_states if each.shape[:2] == PADDING.shape]
+        values = (*out.hidden_states, *([out.logits] if "logits" in out else []))
+        states = [each * PADDING[..., None] for each in values if each.shape[:2] == PADDING.shape]
         results.append((out.loss.detach(), states, gradients))
     return results
 
