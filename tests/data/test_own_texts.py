@@ -61,7 +61,15 @@ class TestFiles:
         with pytest.raises(ValueError, match="no column reviw; did you mean 'review'.*--text_column"):
             NUMBERS.load(data, **columns | {"text_column": "reviw"})
 
-    def test_splits(self, write, tmp_path):
+    def test_minus_one_may_be_a_label(self, write):
+        data = write("train.jsonl", lines(("x", -1), ("y", 0), ("z", 1)))
+        write("test.jsonl", lines(("x", -1), ("y", 0)))
+        assert CLASSES.load(data)["test"]["label"][:] == [0, 1]
+        assert NUMBERS.load(data)["test"]["label"][:] == [-1.0, 0.0]
+        write("train.jsonl", lines(("y", 0), ("z", 1), ("u", 1)))
+        assert "label" not in CLASSES.load(data)["test"].column_names
+
+    def test_splits(self, write):
         data = write("reviews.csv", "text,label\n")
         assert CLASSES.splits(data) == CLASSES.splits(f"{data}/reviews.csv") == ["train", "validation"]
         write("test.csv", "text,label\n")

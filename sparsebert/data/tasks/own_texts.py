@@ -10,8 +10,10 @@ from ...checks import check_range, nearest
 from ..documents import hub_source
 from .classification import text_types
 from .task_files import (
+    EMPTY,
     FORMATS,
     STEMS,
+    UNLABELED,
     BadRow,
     Source,
     Table,
@@ -138,13 +140,13 @@ def _read(
     """Read a split whose labels are of a kind, by default the classes that are found in it."""
     import datasets
 
+    known = getattr(kind, "names", None)
     try:
-        columns = table.find_columns(accepted, split)
+        columns = table.find_columns(accepted, split, EMPTY if known is None or "-1" in known else UNLABELED)
     except ValueError as error:
         raise ValueError(f"{error}; see --text_column, --text_pair_column and --label_column") from None
     texts, label = [name for name in columns if name != "label"], columns.get("label")
     classes = table.classes.get(label or "", [])
-    known = getattr(kind, "names", None)
     numbers = {text: number for number, text in enumerate(known or ())}
 
     def parse(row: dict[str, Any]) -> dict[str, Any]:

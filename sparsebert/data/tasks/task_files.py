@@ -26,8 +26,9 @@ FORMATS = (".tsv", ".csv", ".json", ".jsonl", ".parquet")
 STEMS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
 # JSON files have no header, and the first object may lack an optional key: number of objects to look at.
 _HEADER_ROWS = 100
-# What stands in place of a label that is not public.
-_UNLABELED = ("", "-1", "-1.0", "None")
+# What stands in place of a label that is not public: nothing, or a number that may be a label elsewhere.
+EMPTY = ("", "None")
+UNLABELED = (*EMPTY, "-1", "-1.0")
 
 
 class BadRow(ValueError):
@@ -83,10 +84,12 @@ class Table:
         self.rows = chain(seen, self.rows)
         return seen[-1][1] if seen and not isinstance(seen[-1][1], BadRow) else {}
 
-    def find_columns(self, accepted: Mapping[str, Sequence[str]], split: str) -> dict[str, str]:
+    def find_columns(
+        self, accepted: Mapping[str, Sequence[str]], split: str, unlabeled: Sequence[str] = UNLABELED
+    ) -> dict[str, str]:
         """
         The column of each field, of which `accepted` has the possible names in order of preference. The labels of a
-        test split are left out if their column is missing, or empty or -1 in the first row.
+        test split are left out if their column is missing, or has one of `unlabeled` in the first row.
         """
         found = {
             name: column for name, columns in accepted.items() for column in columns[::-1] if column in self.header
@@ -107,7 +110,7 @@ class Table:
                 + (f"did you mean {lowered[near[0]]!r}? " if near else "")
                 + f"available: {', '.join(self.header)}"
             )
-        if is_test and "label" in found and str(self.first().get(found["label"], "")).strip() in _UNLABELED:
+        if is_test and "label" in found and str(self.first().get(found["label"], "")).strip() in unlabeled:
             del found["label"]
         return found
 
