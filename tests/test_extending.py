@@ -95,5 +95,5 @@ def test_examples_run_and_pass_the_tests_of_every_row(extended):
     for name in ROWS:
         own = [case for case in cases if name in re.split(r"[\[\]-]", case.get("name"))]
         failed = [case for case in own if case.find("failure") is not None or case.find("error") is not None]
-        assert len(own) > 2, f"there are no tests of {name}"
+        assert len(own) > 2, f"too few tests of {name}: {done.stdout}"
         assert not failed, "\n".join(f"{case.get('classname')}::{case.get('name')}" for case in failed) + done.stdout
