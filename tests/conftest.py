@@ -37,6 +37,9 @@ from sparsebert.data.tasks import TASKS  # noqa: E402
 from sparsebert.data.tasks.glue import GLUE  # noqa: E402
 
 
+# Fixtures of the studies. A second module "conftest" would be imported in place of this one.
+pytest_plugins = ["study_fixtures"]
+
 # A loader that is collected waits this long (seconds) for each of its workers before it ends them.
 loader_workers.MP_STATUS_CHECK_INTERVAL = 0.2
 

@@ -51,7 +51,7 @@ def test_every_registry_has_an_example():
 @pytest.fixture
 def extended(tmp_path):
     """A copy of the package and its tests with all examples added."""
-    for folder in ("sparsebert", "studies", "benchmarks", "recipes", "tests"):
+    for folder in ("sparsebert", "studies", "benchmarks", "recipes", "docs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for file in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path / file)
