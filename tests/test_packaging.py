@@ -117,7 +117,7 @@ def test_a_tree_without_a_compiler_can_be_installed(source, tmp_path):
 RUN_OPERATOR = """
 import torch
 import sparsebert
-from sparsebert.attention import cpu
+from sparsebert.attention.kernels import cpu
 
 mask = sparsebert.build_pattern("bigbird", 50, 2)
 inputs = torch.randn(3, 1, 2, 50, 32).unbind()

@@ -327,7 +327,7 @@ def test_values_out_of_range(check, command, field, value):
         ("--text a.txt,b.txt", "no such file: 'a.txt,b.txt'"),
         ("--text hub:", "source must be 'hub:owner/name'"),
         ("--text text.TXT", "'text.TXT' is not a supported text file; its name must end in .txt"),
-        ("--text folder", "'folder' is not a supported text file"),
+        ("--text folder", "text: 'folder' is a folder; name its files"),
         ("--text plain.txt.gz", "plain.txt.gz: corrupt .gz file"),
         ("--text empty.txt", "empty.txt"),
         ("--text half.jsonl", "half.jsonl:2 ... half of a surrogate pair"),
