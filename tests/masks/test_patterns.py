@@ -152,23 +152,6 @@ def test_cycles_by_the_paper_from_one(length, stride):
         assert torch.equal(table[:, 0], torch.stack(expected))
 
 
-WRITTEN = {
-    ("strided", 6, "stride", 3): "1111.. 11111. 111111 111111 .11111 ..1111",
-    ("fixed", 6, "stride", 3): "111..1 111..1 111..1 ..1111 ..1111 ..1111",
-    ("logsparse", 6, None, None): "111.1. 1111.1 11111. .11111 1.1111 .1.111",
-    ("star", 6, "window_size", 1): "111111 111..1 1111.. 1.111. 1..111 11..11",
-    ("window", 6, "window_size", 1): "11.... 111... .111.. ..111. ...111 ....11",
-    ("no_diag", 3, None, None): ".11 1.1 11.",
-}
-
-
-@pytest.mark.parametrize("key", WRITTEN)
-def test_written_out(key):
-    name, length, parameter, value = key
-    parameters = {parameter: value} if parameter else {}
-    assert torch.equal(head_table(name, length, **parameters), matrix(WRITTEN[key]))
-
-
 @pytest.mark.parametrize(
     "name, parameter, value, sets",
     [

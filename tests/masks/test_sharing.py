@@ -9,6 +9,8 @@ from filelock import FileLock
 from hub_client import Client
 from hub_server import Fault, HubServer
 
+from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +25,18 @@ def tiny(kind="DistilBertForMaskedLM"):
         vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=32
     )
     return getattr(transformers, kind)(config).eval()
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8,
+    "max_position_embeddings": 32,
+}
+
+def own(name, kind="SparseBertModel"):
+    how = {"search" if name == "dam_s" else "pattern": name}
+    return getattr(sparsebert, kind)(sparsebert.SparseBertConfig(**SIZES, **how)).eval()
 """
+FROZEN = {"mask_config.json", "mask.safetensors"}
+SEARCHES = {"own": set(), "attached": {"search_config.json"}}  # what says that a mask is still searched
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +243,7 @@ def test_mask_alone_and_pull_request(hub, client, tmp_path):
 
 
 def test_card_of_a_model_in_a_subfolder(hub, client, tmp_path):
-    client.run(f"""
-sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-config = sparsebert.SparseBertConfig(**sizes, pattern="window", mask_length=16)
-sparsebert.SparseBertForMaskedLM(config).save_pretrained({str(tmp_path)!r})
-""")
+    client.run(f'own("window", "SparseBertForMaskedLM").save_pretrained({str(tmp_path)!r})')
     client.done("push", tmp_path, "--repo_id", "user/top")
     assert "trust_remote_code=True" in hub.read("user/top", "README.md").decode()
     client.done("push", tmp_path, "--repo_id", "user/below", "--subfolder", "a")
@@ -259,6 +268,205 @@ def test_what_is_not_pushed(hub, client, tmp_path):
         code, _, err = client(["push", folder, "--repo_id", "user/none"])
         assert code == 2 and said in err
     assert len(hub.requests) == before
+
+
+# In Python
+
+
+def test_masks_and_errors(hub, client):
+    said = client.run("""
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+keep = torch.rand(4, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+mask = sparsebert.SparseMask(keep, 16, special_tokens="first_last", metadata={"base_model": "user/base"})
+for pushed in (mask, mask.without_diagonal()):
+    pushed.push_to_hub("user/mask")
+    loaded = sparsebert.SparseMask.from_pretrained("user/mask")
+    assert loaded == pushed and loaded.metadata == {"base_model": "user/base"}
+    assert sparsebert.SparseMask.from_pretrained(snapshot_download("user/mask")) == pushed
+
+for call in (
+    lambda: sparsebert.SparseMask.from_pretrained("user/missing"),
+    lambda: sparsebert.SparseMask.from_pretrained("user/mask", revision="missing"),
+    lambda: mask.push_to_hub("user/mask", token="hf_wrong"),
+):
+    try:
+        call()
+    except HfHubHTTPError as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+    else:
+        raise AssertionError("the call succeeded")
+""")
+    missing_repo, missing_revision, wrong_token = said.splitlines()
+    assert missing_repo.startswith("RepositoryNotFoundError") and "user/missing" in missing_repo
+    assert missing_revision.startswith("RevisionNotFoundError") and "user/mask" in missing_revision
+    assert "401" in wrong_token
+    assert set(hub.repos["user/mask"].files) >= FROZEN and hub.repos["user/mask"].lfs == {"mask.safetensors"}
+
+
+@pytest.fixture
+def online(client):
+    yield
+    client.run("huggingface_hub.constants.HF_HUB_OFFLINE = False")
+
+
+def test_models_come_back(hub, client, online, tmp_path):
+    """Also from the cache, and a searched mask that only the pushed file knows."""
+    client.run(f"""
+made = {{name: own(how, "SparseBertForMaskedLM") for name, how in (("pattern", "bigbird"), ("searched", "dam_s"))}}
+made["searched"].freeze(sparsity=0.5)
+made |= {{"frozen": sparsebert.attach(tiny(), "window", mask_length=16), "stock": tiny()}}
+made["searching"] = sparsebert.attach(tiny(), "dam_s", mask_length=16)
+for name, model in made.items():
+    if name == "searched":
+        model.save_pretrained({str(tmp_path)!r}, push_to_hub=True, repo_id=f"user/{{name}}")
+    else:
+        model.push_to_hub(f"user/{{name}}")
+""")
+    for name in ("pattern", "searched", "frozen"):
+        assert {"config.json", "model.safetensors", *FROZEN} <= set(hub.repos[f"user/{name}"].files)
+        assert hub.repos[f"user/{name}"].lfs == {"model.safetensors", "mask.safetensors"}
+    check = """
+from sparsebert.analysis.saved_runs import read_run
+ids = torch.arange(5, 17)[None]
+for name, model in made.items():
+    stock = sparsebert.SparseBertForMaskedLM if name in ("pattern", "searched") else transformers.DistilBertForMaskedLM
+    for loader in (transformers.AutoModelForMaskedLM, stock):
+        fields = {"token": "hf_local", "revision": "main", "output_loading_info": True}
+        loaded, report = loader.from_pretrained(f"user/{name}", **fields)
+        assert type(loaded) is type(model) and not report["missing_keys"] and not report["unexpected_keys"], report
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+        mask = loaded.sparse_attention.mask if name != "stock" else None
+        assert (mask is None) == (name in ("stock", "searching"))
+        if mask is not None:
+            assert model.sparse_attention.mask == mask and 0.1 < mask.sparsity < 0.95
+            assert sparsebert.SparseMask.from_pretrained(f"user/{name}") == read_run(f"user/{name}").mask == mask
+"""
+    client.run(check)
+    requests = len(hub.requests)
+    client.run(f"import huggingface_hub.constants\nhuggingface_hub.constants.HF_HUB_OFFLINE = True\n{check}")
+    assert len(hub.requests) == requests
+
+
+def test_a_repository_holds_one_state_of_a_mask(hub, client, tmp_path):
+    """A search pushed over a frozen mask, a mask over a search: each in one commit."""
+    client.run(f"""
+for kind in ("own", "attached"):
+    for index, name in enumerate(("window", "dam_s", "bigbird", "dam_s")):
+        model = own(name) if kind == "own" else sparsebert.attach(tiny("DistilBertModel"), name, mask_length=32)
+        if index == 2:
+            model.save_pretrained({str(tmp_path)!r} + f"/{{kind}}", push_to_hub=True, repo_id=f"user/turns_{{kind}}")
+        else:
+            model.push_to_hub(f"user/turns_{{kind}}")
+        loaded = sparsebert.load(f"user/turns_{{kind}}")
+        assert type(loaded) is type(model) and loaded.sparse_attention.searching == (name == "dam_s"), (kind, name)
+        assert loaded.sparse_attention.mask == model.sparse_attention.mask
+        weights = model.state_dict()
+        assert all(torch.equal(weight, weights[name]) for name, weight in loaded.state_dict().items())
+sparsebert.detach(model).push_to_hub("user/dense")
+try:
+    sparsebert.load("user/dense")
+except sparsebert.MaskFileError as error:
+    assert "user/dense: there is no mask_config.json" in str(error)
+else:
+    raise AssertionError
+""")
+    state = FROZEN | {"search_config.json"}
+    for kind, search in SEARCHES.items():
+        commits = hub.repos[f"user/turns_{kind}"].commits
+        assert [files & state for files in commits] == [FROZEN, search, FROZEN, search]
+
+
+def test_a_run_replaces_the_files_of_another(hub, client, tmp_path):
+    """But not those of a user. Weights are never beside other weights, one of which would be loaded."""
+    client.run(f"""
+from pathlib import Path
+from huggingface_hub import HfApi
+from sparsebert.masks.pushing import push_folder
+
+model, runs = own("window"), Path({str(tmp_path)!r})
+for number, written in enumerate((
+    ("metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"), ("metrics.json",), ()
+)):
+    folder = runs / f"run{{number}}"
+    model.save_pretrained(folder, max_shard_size="200KB" if number else "2KB")
+    for name in (*written, "notes.txt"):
+        (folder / name).write_text("{{}}")
+    for place in (None, "small"):
+        push_folder(folder, "user/runs", subfolder=place)
+    if number < 2:
+        if not number:
+            (folder / "README.md").write_text("# Mine")
+        push_folder(folder, "user/others")
+push_folder(runs / "run0", "user/others")  # whole weights, then shards
+api = HfApi()
+api.create_repo("user/new")
+for name in ("results.md", "metrics.json", "model_notes.safetensors"):
+    api.upload_file(path_or_fileobj=b"{{}}", path_in_repo=name, repo_id="user/new")
+push_folder(runs / "run2", "user/new")
+""")
+    code = "modeling_frozen_sparsebert.py"
+    last = hub.repos["user/runs"].commits[-1]
+    own = {"config.json", "model.safetensors", *FROZEN, "README.md", "notes.txt", code}
+    assert last - {".gitattributes"} == own | {f"small/{name}" for name in own}
+    whole, sharded = hub.repos["user/others"].commits[-2:]
+    kept = {"metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"}
+    assert kept < whole and {name for name in whole if name.startswith("model")} == {"model.safetensors", code}
+    assert kept < sharded and "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
+    new = hub.repos["user/new"].files.keys()
+    assert {"results.md", "metrics.json", "model_notes.safetensors", "model.safetensors"} < new
+
+
+def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, client, tmp_path):
+    """At no commit there is the mask of another model, and those of checkpoints contain theirs."""
+    client.run(f"""
+from transformers import TrainingArguments
+from sparsebert.training.trainer import SparseBertTrainer
+
+rows = [{{"input_ids": [1, 2, 3, 4] * 8, "labels": [1, 2, 3, 4] * 8}}] * 8
+
+def train(kind, name, strategy=None, end=1.0):
+    attached = kind == "attached"
+    model = sparsebert.attach(tiny(), name, mask_length=32) if attached else own(name, "SparseBertForMaskedLM")
+    arguments = TrainingArguments({str(tmp_path)!r} + f"/{{kind}}", max_steps=2, save_steps=1, use_cpu=True,
+        push_to_hub=strategy is not None, hub_model_id=f"user/trained_{{kind}}", hub_strategy=strategy or "end",
+        hub_always_push=True, report_to="none", disable_tqdm=True)
+    schedule = sparsebert.SearchSchedule(end)
+    trainer = SparseBertTrainer(model, arguments, train_dataset=rows, callbacks=[schedule])
+    trainer.train()
+    return trainer
+
+def write(name):
+    with open(f"{{trainer.args.output_dir}}/{{name}}", "w") as file:
+        file.write("{{}}")
+
+for kind in ("own", "attached"):
+    for name in ("window", "dam_s", "bigbird")[kind == "attached" :]:
+        trainer = train(kind, name)
+        trainer.push_to_hub()
+        loaded = sparsebert.load(f"user/trained_{{kind}}").sparse_attention
+        assert loaded.searching == (name == "dam_s"), (kind, name)
+        assert loaded.mask == trainer.model.sparse_attention.mask
+    trainer = train(kind, "dam_s", "all_checkpoints", 0.5)  # frozen after the first of two checkpoints
+    loaded = sparsebert.load(f"user/trained_{{kind}}").sparse_attention
+    assert loaded.mask == trainer.model.sparse_attention.mask is not None, kind
+
+write("metrics.json")
+trainer.push_results()
+trainer.args.hub_token = "hf_wrong"
+write("later.json")
+trainer.push_results()  # a finished run does not fail for it
+""")
+    for kind, search in SEARCHES.items():
+        commits = hub.repos[f"user/trained_{kind}"].commits
+        states = [files & (FROZEN | {"search_config.json"}) for files in commits]
+        assert states[-1] == FROZEN and search in states
+        assert all(state in (FROZEN, search, set()) for state in states), states
+        last = commits[-1]
+        assert {f"checkpoint-2/{name}" for name in (MANIFEST_NAME, "mask_probs.safetensors")} <= last
+        assert f"checkpoint-1/{MANIFEST_NAME}" in last
+    assert "metrics.json" in last and "later.json" not in last
 
 
 # Faults

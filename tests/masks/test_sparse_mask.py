@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsebert.masks.expansion import toeplitz_index
+from sparsebert.masks.expansion import FORMS, LENGTH_POLICIES, toeplitz_index
 from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_files import MaskFileError
 from sparsebert.masks.mask_sources import check_subfolder
@@ -39,24 +39,37 @@ def entry(mask, layer, head, i, j):
     return keep[parameter] if parameter < len(keep) else torch.tensor(False)
 
 
-FORMS = ("offsets", "blocks", "table")
+@pytest.mark.parametrize("diagonal", [None, False, True])
+@pytest.mark.parametrize(
+    "form, policy",
+    [each for each in itertools.product(FORMS, LENGTH_POLICIES) if each != ("table", "extend")],
+)
+def test_entries_by_their_definition(form, policy, diagonal):
+    """Structure, then special tokens, then the diagonal, at the mask's own length and others."""
+    mask = make_mask(form, 2, length_policy=policy, diagonal=diagonal)
+    assert (mask.num_layers, mask.num_heads, make_mask(form).num_layers) == (2, 3, 1)
+    for length in (1, 2, 5, 11, 14):
+        if length > 11 and policy == "error":
+            with pytest.raises(ValueError, match=r"input of 14 tokens is longer than the mask \(11\)"):
+                mask.to_table(length)
+            continue
+        expected = torch.ones(2, 3, length, length, dtype=torch.bool)
+        for layer, head, i, j in itertools.product(range(2), range(3), range(length), range(length)):
+            if max(i, j) < 11 or policy == "extend":
+                expected[layer, head, i, j] = entry(mask, layer, head, i, j)
+        assert torch.equal(mask.structure(length), expected)
+        for special_tokens, special in (("none", []), ("first", [0]), ("first_last", [0, length - 1])):
+            expected[..., special, :] = expected[..., :, special] = True
+            if diagonal is not None:
+                expected.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
+            assert torch.equal(mask.replace(special_tokens=special_tokens).to_table(length), expected)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_entry_by_entry(form, num_layers):
-    mask = make_mask(form, num_layers)
-    assert (mask.num_layers, mask.num_heads) == (num_layers, 3)
-    for length in (1, 5, 11):
-        table = mask.to_table(length)
-        assert table.shape == (num_layers, 3, length, length) and table.dtype == torch.bool
-        for layer, head, i, j in itertools.product(range(num_layers), range(3), range(length), range(length)):
-            assert table[layer, head, i, j] == entry(mask, layer, head, i, j)
-
-
-def test_few_offsets_leave_the_others_off():
-    mask = SparseMask(torch.ones(1, 2, dtype=torch.bool), 5, "offsets")
-    assert torch.equal(mask.to_table()[0, 0], toeplitz_index(5) < 2)
+def test_defaults_of_forms():
+    assert [make_mask(form).length_policy for form in FORMS] == ["extend", "extend", "error"]
+    assert torch.equal(make_mask("table").without_diagonal().replace(diagonal=None).keep, make_mask("table").keep)
+    few = SparseMask(torch.ones(1, 2, dtype=torch.bool), 5, "offsets")
+    assert torch.equal(few.to_table()[0, 0], toeplitz_index(5) < 2)
 
 
 def test_leading_layer_may_be_left_out():
@@ -73,55 +86,6 @@ def test_mask_is_a_snapshot():
     assert torch.equal(mask.keep, before)
     with pytest.raises(AttributeError, match=r"a SparseMask does not change: mask.replace\(diagonal=...\)"):
         mask.diagonal = False
-
-
-@pytest.mark.parametrize("form", ["offsets", "blocks"])
-def test_extend_leaves_unseen_offsets_off(form):
-    mask = make_mask(form)
-    assert mask.length_policy == "extend"
-    table = mask.to_table(20)
-    assert all(table[0, 1, i, j] == entry(mask, 0, 1, i, j) for i in range(20) for j in range(20))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_dense_beyond_the_mask(form):
-    mask = make_mask(form, length_policy="dense")
-    table = mask.to_table(14)
-    assert torch.equal(table[..., :11, :11], mask.to_table())
-    assert table[..., 11:, :].all() and table[..., :, 11:].all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_error_beyond_the_mask(form):
-    mask = make_mask(form, length_policy="error")
-    mask.to_table(11)
-    with pytest.raises(ValueError, match="input of 12 tokens is longer than the mask \\(11\\)"):
-        mask.to_table(12)
-    assert make_mask("table").length_policy == "error"
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("length", [1, 2, 6, 11])
-def test_special_tokens(form, length):
-    mask = make_mask(form)
-    structure = mask.structure(length)
-    for special_tokens, special in (("none", []), ("first", [0]), ("first_last", [0, length - 1])):
-        expected = structure.clone()
-        expected[..., special, :] = True
-        expected[..., :, special] = True
-        assert torch.equal(mask.replace(special_tokens=special_tokens).to_table(length), expected)
-    assert torch.equal(mask.structure(length), structure)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_diagonal_override(form):
-    mask = make_mask(form, special_tokens="first_last")
-    eye = torch.eye(11, dtype=torch.bool)
-    assert torch.equal(mask.without_diagonal().to_table(), mask.to_table() & ~eye)
-    assert torch.equal(mask.replace(diagonal=True).to_table(), mask.to_table() | eye)
-    assert torch.equal(mask.without_diagonal().replace(diagonal=None).to_table(), mask.to_table())
-    longer = mask.replace(diagonal=False, length_policy="dense").to_table(15)
-    assert not (longer & torch.eye(15, dtype=torch.bool)).any()
 
 
 def test_density_and_sparsity():

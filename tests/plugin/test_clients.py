@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
@@ -13,7 +10,6 @@ import pytest
 import torch
 import transformers
 from conftest import TINY
-from hub_server import HubServer
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
@@ -361,51 +357,6 @@ def test_trainer_keeps_the_mask_in_checkpoints_and_the_best_model(attached, stat
     other = Trainer(resumed, trainer.args, train_dataset=Sentences(), eval_dataset=Sentences())
     other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     torch.testing.assert_close(resumed.state_dict(), model.state_dict())
-
-
-# On the Hub
-
-PUSH_AND_PULL = """
-import sys
-import torch, transformers
-import sparsebert
-from huggingface_hub import constants
-from transformers import AutoModelForMaskedLM, BertForMaskedLM
-
-ids = torch.arange(5, 17)[None]
-if sys.argv[1] == "push":
-    for name in ("frozen", "searching", "stock"):
-        model = AutoModelForMaskedLM.from_pretrained(sys.argv[2] + name)
-        model.push_to_hub(f"user/{name}")
-        torch.save(model(ids).logits, sys.argv[2] + name + ".pt")
-else:
-    for name in ("frozen", "searching", "stock"):
-        for loader in (AutoModelForMaskedLM, BertForMaskedLM):
-            model = loader.from_pretrained(f"user/{name}", token="hf_local", revision="main")
-            assert hasattr(model, "sparse_attention") == (name != "stock")
-            torch.testing.assert_close(model(ids).logits, torch.load(sys.argv[2] + name + ".pt"))
-"""
-
-
-@pytest.mark.slow
-def test_models_on_the_hub(tmp_path):
-    """Pulled, and again from the cache without a connection."""
-    for name in STATES:
-        with_mask(stock_model(), name).save_pretrained(tmp_path / name)
-    stock_model().save_pretrained(tmp_path / "stock")
-    with HubServer() as server:
-        environment = server.environment(tmp_path / "cache")
-        for step in ("push", "pull", "offline"):
-            if step == "offline":
-                environment["HF_HUB_OFFLINE"] = "1"
-            done = subprocess.run(
-                [sys.executable, "-c", PUSH_AND_PULL, step, f"{tmp_path}{os.sep}"],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 0, done.stderr
 
 
 # Adapters
