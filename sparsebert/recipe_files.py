@@ -18,6 +18,8 @@ import torch
 import yaml
 
 from .checks import nearest
+from .files import replace_files
+from .hub import without_secrets
 
 
 # For each section, the annotations of its fields.
@@ -34,6 +36,8 @@ _EXPECTED = {
     list: "a list such as [1, 2]",
     dict: "fields such as {name: value}",
 }
+# Sections of the recipe of a training.
+_RECORDED = {"data", "model", "training"}
 _NULLS = ("~", "null", "Null", "NULL")
 _TRUTH = dict.fromkeys(("yes", "on", "true"), True) | dict.fromkeys(("no", "off", "false"), False)
 
@@ -241,3 +245,19 @@ def _read_word(what, word, kinds):
         raise ValueError(f"{what} {word!r} is not YAML: {error}") from error
     kept = value is not None or word in _NULLS  # what else reads as null is a comment or an anchor, such as &amp
     return value if kept and (str not in kinds or type(value) in kinds.keys() - {str}) else word
+
+
+def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
+    """Write a recipe for [`read_stored_recipe`], without tokens for the Hub."""
+    written = {section: without_secrets(fields) for section, fields in recipe.items()}
+    replace_files({path: yaml.safe_dump(written).encode()})
+
+
+def read_stored_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
+    """What [`write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        recipe = yaml.safe_load(text)
+        return recipe if _RECORDED <= recipe.keys() and yaml.safe_dump(recipe) == text else None
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None

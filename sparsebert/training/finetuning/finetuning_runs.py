@@ -31,14 +31,14 @@ from ...files import (
 from ...hub import without_secrets
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...output_folders import remove, remove_replaced, stored_metrics, weights_and_checkpoints
+from ...recipe_files import write_recipe
 from ..runs.run_cards import add_finetuning
 from ..runs.run_folders import resume_from
 from ..runs.sources import check_kept
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .finetuning_checks import check_arguments
-from .finished_runs import run_or_read
-from .several_runs import cells_of, check_runs_folder, layout_of, read_grid, read_seeds, write_recipe
+from .several_runs import cells_of, check_runs_folder, layout_of, read_grid, read_seeds, run_or_read
 from .single_run import training_arguments
 from .task_data import MissingSplitError, TaskData, prepare
 

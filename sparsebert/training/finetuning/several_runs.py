@@ -1,25 +1,36 @@
-"""Which fine-tuning runs a recipe asks for, and what the folder that they share may hold."""
+"""Which fine-tuning runs a recipe asks for: their folders, and those that are finished, which are not run again."""
 
+import hashlib
 import itertools
+import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ...checks import LARGEST_SEED, nearest
-from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir, replace_files
-from ...hub import without_secrets
-from ...recipe_files import convert
+from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir
+from ...hub import SECRETS
+from ...output_folders import finish_move
+from ...recipe_files import convert, read_stored_recipe
 from ..runs.run_folders import choose_folder
 from .finetuning_arguments import FinetuningArguments
+from .single_run import run_once
+from .task_data import TaskData
+
+
+logger = logging.get_logger(__name__)
 
 
 # SparseBERT (arXiv 2102.12871), Table 5.
 PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
-_SECTIONS = {"data", "model", "training"}
+# Fields that say which runs there are, not what one of them computes.
+_LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
+_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", *SECRETS)
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 
 
@@ -54,22 +65,6 @@ def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[boo
     return whole, bool(grid), not grid and len(seeds) > 1
 
 
-def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
-    """Write a recipe for [`read_stored_recipe`], without tokens for the Hub."""
-    written = {section: without_secrets(fields) for section, fields in recipe.items()}
-    replace_files({path: yaml.safe_dump(written).encode()})
-
-
-def read_stored_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
-    """What [`write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        recipe = yaml.safe_load(text)
-        return recipe if _SECTIONS <= recipe.keys() and yaml.safe_dump(recipe) == text else None
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
-
-
 def check_runs_folder(
     output: Path,
     options: FinetuningArguments,
@@ -97,3 +92,69 @@ def check_runs_folder(
             f"{output} holds runs with sweep {sweep!r} and seeds {seeds!r}, whose folders are others: choose another "
             "output_dir, or pass --overwrite"
         )
+
+
+def run_or_read(
+    data: TaskData,
+    recipe: dict[str, dict[str, Any]],
+    settings: dict[str, Any],
+    folder: Path,
+    need_weights: bool = False,
+) -> dict[str, Any]:
+    """The metrics of a run: those in its folder if it holds a finished run of the same recipe, model and mask."""
+    training = recipe["training"] | settings
+    written = _describe(data, recipe, training)
+    path = folder / RECIPE_NAME
+    finish_move(folder)
+    if (folder / METRICS_NAME).is_file() and path.is_file() and not data.options.overwrite:
+        stored = read_stored_recipe(path)
+        if stored is None:
+            raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
+        _check_same(folder, stored, written)
+        if not need_weights or any(folder.glob("model*.safetensors")):
+            logger.warning(f"{folder} is finished and is not run again.")
+            metrics = json.loads((folder / METRICS_NAME).read_text())
+            return {name: value for name, value in metrics.items() if name != "comparison"}
+    logger.warning(f"{folder}: training with seed {training['seed']}.")
+    return run_once(data, recipe["model"], training, folder, written)
+
+
+def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:
+    """Everything that the result of a run depends on."""
+    options = data.options
+    inputs: dict[str, Any] = {
+        "model": _digest(options.model, options.subfolder),
+        "mask": _digest(options.mask, options.mask_subfolder),
+    }
+    inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
+    section = recipe["data"] | {"task": data.task.name}
+    return {
+        "data": {name: value for name, value in section.items() if name not in _LAYOUT},
+        "model": dict(recipe["model"]),
+        "training": {name: value for name, value in training.items() if name not in _NOT_OF_RESULT},
+        "inputs": inputs,
+    }
+
+
+def _check_same(folder: Path, stored: dict[str, dict], written: dict[str, dict]) -> None:
+    for section, values in written.items():
+        for name in sorted(values.keys() | stored[section].keys()):
+            if stored[section].get(name) != values.get(name):
+                old, new = (repr(where.get(name, "unset")) for where in (stored[section], values))
+                raise ValueError(
+                    f"{folder} holds a run with {section}.{name} {old}, not {new}: choose another output_dir, or "
+                    "pass --overwrite"
+                )
+
+
+def _digest(name: str | None, subfolder: str | None) -> str | None:
+    """Hash of the contents of a model's or mask's folder, to notice when they were replaced."""
+    if name is None or not Path(name).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(name, subfolder or "").glob("*")):
+        if path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "mask_config.json"):
+            with open(path, "rb") as file:
+                for block in iter(partial(file.read, 2**20), b""):
+                    digest.update(block)
+    return digest.hexdigest()

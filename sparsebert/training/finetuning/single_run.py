@@ -15,12 +15,12 @@ from ...learning.mask_description import allowed_fields
 from ...learning.progressive_pruning import ProgressivePruning
 from ...masks.patterns import PATTERNS
 from ...models.bert.token_mixers import fixed_length
+from ...recipe_files import write_recipe
 from ..runs.resuming import rows_record
 from ..runs.run_cards import add_finetuning, draw_heads
 from ..runs.run_checks import check_served, read_training
 from ..runs.run_life import TrainingRun, training_run
 from ..trainer import SparseBertTrainer
-from .several_runs import write_recipe
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
 
