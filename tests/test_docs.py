@@ -180,12 +180,6 @@ def test_console_blocks_run(body, capsys, monkeypatch):
         assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in expected.splitlines()]
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "theory window --length 32", "pretrain --help"])
-def test_short_commands_run(arguments, capsys):
-    assert main(arguments.split()) == 0
-    assert capsys.readouterr().out
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)

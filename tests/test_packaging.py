@@ -64,7 +64,8 @@ def installed(wheel, tmp_path_factory):
     # The requirements of this environment, but not the checkout that may be installed in it.
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    where = run(python, "-c", "import sparsebert; print(sparsebert.__file__)", cwd=folder, env=variables).strip()
+    find = "import importlib.util; print(importlib.util.find_spec('sparsebert').origin)"  # without importing it
+    where = run(python, "-c", find, cwd=folder, env=variables).strip()
     assert Path(where).is_relative_to(site)
 
     def call(*arguments):

@@ -161,6 +161,7 @@ def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
     names = ["groups", "heads_1", "heads_2", "mean_probs", "offset_profile", "sketch"]
     assert sorted(path.stem for path in out.glob("*.png")) == names
     assert sorted(path.stem for path in out.glob("*.svg")) == names
+    assert all("</svg>" in path.read_text() for path in out.glob("*.svg"))
     numbers = json.loads((out / "importance.json").read_text())
     assert [run["source"] for run in numbers["runs"]] == list(map(str, runs))
     assert numbers["search"] == "dam_s" and numbers["num_heads"] == 4 and numbers == returned

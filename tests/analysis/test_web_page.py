@@ -158,8 +158,9 @@ def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask
     mask = build_pattern("window", 5000, 1, window_size=64)
     data = mask_data("long", mask)
     assert data["drawn"] == 4096 and data["removed"] == [mask.sparsity]
+    table = base_table(mask, 5000)[0]
     for side in TILES:
-        assert data["tiles"][side] == [tile_shares(base_table(mask, 5000)[0], side)[0]]
+        assert data["tiles"][side] == [tile_shares(table, side)[0]]
 
 
 def test_a_page_is_sound_and_asks_for_nothing():

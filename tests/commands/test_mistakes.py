@@ -50,9 +50,7 @@ def workshop(checkpoints, glue_folder, tmp_path_factory):
         path.write_bytes(path.read_bytes()[:20])
     model = BertForMaskedLM.from_pretrained(checkpoints["stock"])
     attach(model, "bigbird", mask_length=16, length_policy="error").save_pretrained(folder / "TABLE")
-    for name, content in (("folder", "{"), ("other", '{"accuracy": 1}'), ("list", "[1]")):
-        (folder / name).mkdir()
-        (folder / name / "metrics.json").write_text(content)
+    (folder / "folder").mkdir()
     texts = {"file": "mine", "pairs.tsv": "a b\tc d\n", "text.txt": "\n\n".join(["w1 w2 w3 w4"] * 40)}
     texts |= {
         "one.txt": "w1",
@@ -418,10 +416,6 @@ def test_files_of_a_task(check, tmp_path, name, content, said):
     "words, said",
     [
         ("report nowhere", "nowhere: config.json or mask_config.json is not in the cache"),
-        ("report folder", "folder/metrics.json: damaged or not JSON"),
-        ("report other", "other/metrics.json: not the metrics of a pre-training, a fine-tuning"),
-        ("report list", "list/metrics.json: not the metrics of"),
-        ("report MASK --overwrite", "--overwrite needs --output"),
         *((f"{verb} UNKNOWN", "UNKNOWN: pattern must be one of") for verb in ("plan", "report", "theory")),
         *((f"draw window --output_dir {name}", f"output_dir {name} cannot be made") for name in ("file", "file/out")),
         ("draw folder/nothing --output_dir out", "there is no folder 'folder/nothing'; if it is a Hub id, the folder"),

@@ -50,21 +50,6 @@ def test_entry_by_entry(form, symmetric, policy, length):
     assert torch.equal(expand(values, form, length, N, BLOCK, index=index, **options), table)
 
 
-@pytest.mark.parametrize("policy", ["dense", "error"])
-@pytest.mark.parametrize("length", [3, N, N + 2])
-def test_a_table_given_entry_by_entry(length, policy):
-    values = parameters("table", symmetric=False)
-    options = {"length_policy": policy, "symmetric": False, "off": 0.0, "on": 1.0}
-    if length > N and policy == "error":
-        with pytest.raises(ValueError, match="set length_policy to 'dense'$"):
-            expand(values.view(2, 3, N, N), "table", length, N, **options)
-        return
-    table = expand(values.view(2, 3, N, N), "table", length, N, **options)
-    assert torch.equal(table, expand(values, "table", length, N, **options))
-    table.fill_(0)
-    assert (values > 0).all(), "the result shares memory with the values"
-
-
 @pytest.mark.parametrize("form, symmetric", CASES)
 def test_gradients(form, symmetric):
     values = parameters(form, symmetric).requires_grad_()

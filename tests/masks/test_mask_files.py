@@ -355,7 +355,7 @@ def check_reading(folder):
     return True
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_folders(tmp_path, monkeypatch, count):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     rng, read = random.Random(count), 0

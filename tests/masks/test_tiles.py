@@ -78,15 +78,12 @@ def test_memory():
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 200])
-def test_live_tiles(length):
-    base = random_base(length, 0.0005)
-    live = tile_form(base).tiles > 0
-    assert tile_shares(base, 64)[0] == pytest.approx(live.float().mean().item())
-
-
-@pytest.mark.parametrize("length", [1, 64, 200])
-def test_full_tiles(length):
-    """A tile at the edge is full if all its entries within the mask are on."""
-    base = random_base(length, 0.9995)
-    full = [part.all(2).all(1).tolist() for row in base.split(64, 1) for part in row.split(64, 2)]
-    assert tile_shares(base, 64)[1] == pytest.approx(torch.tensor(full).float().mean().item())
+@pytest.mark.parametrize("density", [0.0005, 0.9995])
+def test_shares_of_tiles(length, density):
+    """Tiles that hold an entry, and full ones; at the edge those all whose entries within the mask are on."""
+    base = random_base(length, density)
+    parts = [part.flatten(1) for row in base.split(64, 1) for part in row.split(64, 2)]
+    live = torch.stack([part.any(1) for part in parts]).float().mean().item()
+    full = torch.stack([part.all(1) for part in parts]).float().mean().item()
+    assert tile_shares(base, 64) == pytest.approx((live, full))
+    assert (tile_form(base).tiles > 0).float().mean().item() == pytest.approx(live)
