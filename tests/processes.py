@@ -4,10 +4,10 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import torch
 
@@ -58,13 +58,27 @@ def start_command(words, errors):
     return start(_command, list(map(str, words)), errors)
 
 
+def run_fresh(code, *arguments, **environment):
+    """What `python -c CODE ARGUMENTS` prints, and its error stream, where what is imported must be new."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
 def run_code(code, *arguments, folder, timeout=300):
     """What `python -c CODE ARGUMENTS` does, with its output in `folder`."""
     paths = [str(Path(folder, name)) for name in ("stdout", "stderr")]
     process = start(_code, code, list(map(str, arguments)), paths)
     process.join(timeout)
     assert process.exitcode is not None, f"not done after {timeout} seconds"
-    return CompletedProcess(code, process.exitcode, *(Path(path).read_text() for path in paths))
+    return subprocess.CompletedProcess(code, process.exitcode, *(Path(path).read_text() for path in paths))
 
 
 def run_ranks(code, folder):

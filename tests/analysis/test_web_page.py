@@ -263,12 +263,11 @@ def mask_folder(tmp_path):
     return tmp_path / "mask"
 
 
-@pytest.mark.parametrize("flag", ["-o", "--output"])
-def test_a_mask_and_a_run(mask_folder, tmp_path, capsys, flag):
+def test_a_mask_and_a_run(mask_folder, tmp_path, capsys):
     (tmp_path / "dense").mkdir()
     write_metrics(tmp_path / "dense/metrics.json", FINETUNED)
     output = tmp_path / "new" / "report.html"
-    assert main(["report", str(mask_folder), str(tmp_path / "dense"), flag, str(output)]) == 0
+    assert main(["report", str(mask_folder), str(tmp_path / "dense"), "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert f"written: {output}" in printed and "offsets" in printed
     page = Page(output.read_text(encoding="utf-8"))

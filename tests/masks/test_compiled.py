@@ -11,7 +11,7 @@ from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.masks import compiled_forms as module
-from sparsebert.masks.compiled_forms import base_table, compiled, remember
+from sparsebert.masks.compiled_forms import base_table, compiled
 from sparsebert.masks.patterns import PATTERNS
 
 
@@ -178,17 +178,6 @@ def test_a_default_device_changes_nothing():
         patterns = [build_pattern(name, 16, num_heads=4) for name in PATTERNS]
     assert torch.equal(forms[0][0], mask.to_table()[0])
     assert patterns == [build_pattern(name, 16, num_heads=4) for name in PATTERNS]
-
-
-def test_remember_keeps_what_was_made():
-    mask, made = make_mask(), []
-
-    def make():
-        made.append(1)
-        return (torch.ones(2), "text")
-
-    first = remember(mask, "key", make)
-    assert remember(mask, "key", make) is first and made == [1]
 
 
 def test_forms_are_not_saved(tiny_config, assert_same_model, tmp_path):

@@ -1,13 +1,9 @@
 """Masks and models of the Hub without a connection, and what of them is in the cache."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
+from processes import run_fresh
 from transformers.utils import logging
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, load
@@ -15,7 +11,6 @@ from sparsebert.analysis.saved_runs import read_run
 from sparsebert.hub import HubArguments, check_available, check_path
 
 
-ROOT = Path(__file__).parents[2]
 READERS = (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, read_run)
 UNREACHABLE = """
 import sys, time
@@ -80,22 +75,10 @@ def test_without_a_connection(tmp_path):
     """Refused at once, also every field of a verb that names a model or tokenizer."""
     (tmp_path / "a.txt").write_text("Some words.\n")
     (tmp_path / "a.tsv").write_text("a\tb\n")
-    done = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
-        env=os.environ
-        | {
-            "HF_HUB_OFFLINE": "0",
-            "HF_ENDPOINT": "http://127.0.0.1:9",
-            "HF_HOME": str(tmp_path),
-            "NO_PROXY": "127.0.0.1",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    check_said(*done.stdout.splitlines())
-    lines = [line for line in done.stderr.splitlines() if line.startswith("sparsebert ")]
+    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    printed, errors = run_fresh(UNREACHABLE, tmp_path, HF_HOME=str(tmp_path), **environment)
+    check_said(*printed.splitlines())
+    lines = [line for line in errors.splitlines() if line.startswith("sparsebert ")]
     assert len(lines) == 5 and all("user/absent: " in line and "hf download user/absent" in line for line in lines)
     assert not (tmp_path / "run").exists()
 

@@ -1,15 +1,13 @@
 """What `import sparsebert` offers, and what the plain installation can do."""
 
 import configparser
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hub_server import HubServer
 from packaging.requirements import Requirement
+from processes import run_fresh
 
 import sparsebert
 
@@ -17,19 +15,6 @@ import sparsebert
 ROOT = Path(__file__).parents[2]
 # Modules by the names of their packages, where those differ.
 MODULES = {"scikit-learn": "sklearn"}
-
-
-def run_python(code, *arguments, **environment):
-    """Run this code in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def requirements(text):
@@ -107,7 +92,7 @@ def test_plain_installation(setup, tmp_path):
     blocked = {MODULES.get(name, name) for name in names} | {"peft", "pandas", "matplotlib", "triton"}
     with HubServer() as server:
         environment = server.environment(tmp_path / "cache") | {"HF_HUB_OFFLINE": "0"}
-        run_python(PLAIN, tmp_path, ",".join(sorted(blocked)), **environment)
+        run_fresh(PLAIN, tmp_path, ",".join(sorted(blocked)), **environment)
 
 
 def test_plain_requirements_are_few(setup):

@@ -3,12 +3,11 @@
 import importlib
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import TINY
+from processes import run_fresh
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -65,15 +64,8 @@ for imported in (False, True):
 """
 
 
-def run_python(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_enabling_can_be_switched_off_and_undone():
-    run_python(STATES, SPARSEBERT_PLUGIN="0")
+    run_fresh(STATES, SPARSEBERT_PLUGIN="0")
 
 
 @pytest.fixture
