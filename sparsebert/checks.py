@@ -42,7 +42,7 @@ def check_range(
     value: Any,
     low: float,
     high: float | None = None,
-    kinds: type[int] | tuple[type[int | float], ...] = int,
+    kinds: type[int | float] | tuple[type[int | float], ...] = int,
 ) -> None:
     """Check that a value is a number of one of the `kinds`, from `low` to `high`, both included."""
     valid = isinstance(value, kinds) and not isinstance(value, bool) and low <= value
@@ -53,7 +53,7 @@ def check_range(
 
 
 def number(
-    low: float, high: float | None = None, kinds: type[int] | tuple[type[int | float], ...] = int
+    low: float, high: float | None = None, kinds: type[int | float] | tuple[type[int | float], ...] = int
 ) -> Callable[[Any], None]:
     """A validator for `validated_field`, see [`CheckedFields`]: that of [`check_range`]."""
     return lambda value: check_range("", value, low, high, kinds)

@@ -187,6 +187,7 @@ def open_table(source: Source, header: Sequence[str] | None = None) -> Table:
         classes = {name: list(kind.names) for name, kind in dataset.features.items() if hasattr(kind, "names")}
         return Table(source, dataset.column_names, enumerate(dataset, start=1), classes)
     kind = split_name(source)[1]
+    rows: Iterator[tuple[int, Any]]
     if kind in (".tsv", ".csv"):
         lines = _tab_separated(source) if kind == ".tsv" else _comma_separated(source)
         columns = list(next(lines, (0, []))[1] if header is None else header)
