@@ -55,7 +55,8 @@ def _sources(data: str | None) -> dict[str, Source]:
         raise ValueError("the task needs your texts: --data FILE, FOLDER or hub:owner/name")
     if data.startswith("hub:"):
         name, config = hub_source(data)
-        return {_STEMS.get(source.split, source.split): source for source in hub_splits(name, next(iter(config), None))}
+        found = hub_splits(name, next(iter(config), None))
+        return {_STEMS.get(source.split, source.split): source for source in found}
     path = Path(data)
     if path.is_file():
         if split_name(path)[1] not in FORMATS:
