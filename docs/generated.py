@@ -330,6 +330,8 @@ def full_name(name):
 def api(folder):
     """The modules of a folder, each a section, for autodoc."""
     place, package = (ROOT / folder, folder) if folder == "studies" else (PACKAGE / folder, f"sparsebert.{folder}")
+    if not (place / "__init__.py").is_file():
+        raise ValueError(f"<!-- api: {folder} -->: {place.relative_to(ROOT)} is no package")
     found = pkgutil.walk_packages([str(place)], f"{package}.")
     # Compiled kernels look like modules, too.
     names = [info.name for info in found if not info.name.endswith(tuple(p.stem for p in PACKAGE.rglob("*.so")))]

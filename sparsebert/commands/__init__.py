@@ -30,7 +30,7 @@ from ._command import Command
 
 VERBS = {
     "pretrain": "train a BERT and learn its attention mask",
-    "finetune": "fine-tune and evaluate on GLUE, SQuAD, SWAG, through a mask or dense",
+    "finetune": "fine-tune and evaluate on GLUE, SQuAD, SWAG or your own texts, with a mask or dense",
     "search": "learn a mask for a trained model",
     "prune": "make masks of several sparsities from a search, with random controls",
     "lengthen": "extend the position embeddings of a model for longer inputs",

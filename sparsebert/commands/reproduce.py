@@ -8,7 +8,8 @@ numbers) and, with the extra `viz`, .png (a plot).
 Experiments with more pictures keep what they show, such as masks, in the folder EXPERIMENT_SCALE; `--redraw` writes
 tables and pictures again from these files alone.
 
-The experiments are in `studies/`, which a checkout of the repository has and the installed package has not.
+The experiments are in `studies/`, run by `studies/harness/reproduction.py`: a checkout of the repository has them, the
+installed package has not.
 """
 
 from transformers.utils import logging

@@ -2,7 +2,7 @@
 Train an encoder-decoder with sparse attention on pairs of sentences, and score its translations.
 
 Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased BLEU from sacreBLEU). Needs the extra
-`translation`, and a checkout of the repository: the training is in `studies/`.
+`translation`, and a checkout of the repository: the training is in `studies/other_papers/translating.py`.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The Trainer callback that advances a search and ends it."""
+"""
+The Trainer callback that advances a search and ends it. What follows from its progress is elsewhere: the temperature
+in `learned_mask.py`, the budget in `budget.py`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

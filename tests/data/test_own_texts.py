@@ -133,6 +133,7 @@ class TestMistakes:
         [
             ("", "no rows"),
             ("text,label\n", "no usable rows"),
+            ("text\tlabel\nx\ta\n", r"separated by tabs in a .tsv and by commas in a .csv, here by '\\t'"),
             ("Text,label\nx,a\n", "row 1: no column text; did you mean 'Text'"),
             ("text,text,label\nx,y,a\n", "row 1: the column 'text' comes 2 times"),
             ("text,label\nx,a\ny,a\n", "has only the label 'a'"),

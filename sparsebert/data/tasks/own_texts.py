@@ -159,7 +159,9 @@ def _read(
             return example | {"label": number_field(row, label, -_LARGEST, _LARGEST, "a finite number")}
         text = _class_field(row, label, classes)
         if known is not None and text not in numbers:
-            raise BadRow(label, f"{nearest('label', text, known)} (those of the training split)")
+            raise BadRow(
+                label, f"{nearest('label', text, known)} (those of the training split); leave it out with --skip_bad"
+            )
         return example | {"label": numbers.get(text, text)}
 
     examples, skipped = parse_rows(table.source, table.rows, parse, skip_bad)

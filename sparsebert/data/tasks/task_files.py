@@ -105,10 +105,12 @@ class Table:
             wanted = [column for name in missing for column in accepted[name]]
             lowered = {column.lower(): column for column in self.header}
             near = [match for name in wanted for match in difflib.get_close_matches(name.lower(), lowered, n=1)]
+            hint = f"did you mean {lowered[near[0]]!r}? " if near else ""
+            if len(self.header) == 1 and (others := [each for each in "\t;" if each in self.header[0]]):
+                hint = f"columns are separated by tabs in a .tsv and by commas in a .csv, here by {others[0]!r}; "
             raise ValueError(
                 f"{self.source}: row 1: no column {' and no '.join(' or '.join(accepted[name]) for name in missing)}; "
-                + (f"did you mean {lowered[near[0]]!r}? " if near else "")
-                + f"available: {', '.join(self.header)}"
+                f"{hint}available: {', '.join(self.header)}"
             )
         if is_test and "label" in found and str(self.first().get(found["label"], "")).strip() in unlabeled:
             del found["label"]
@@ -200,7 +202,7 @@ def open_table(source: Source, header: Sequence[str] | None = None) -> Table:
             raise ValueError(f"{source}: row {found[0][0]}: {found[0][1]}")
         rows = chain(found, rows)
     if not columns:
-        raise ValueError(f"{source}: no rows")
+        raise ValueError(f"{source}: no rows, it is empty")
     return Table(source, columns, rows)
 
 
