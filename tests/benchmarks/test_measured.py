@@ -160,7 +160,7 @@ def test_what_the_front_page_says_of_quality():
     assert "raises it to {}, {} and {}.".format(*after) in text
     assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
     scores = [means(mask, "spearman", "{:.1%}", (128,))[0].rstrip("%") for mask in ("dam_s", "attention")]
-    assert "the learned mask has {}, the other {}.".format(*scores) in text
+    assert "the learned mask has {}, that other mask {}.".format(*scores) in text
 
 
 def test_what_the_front_page_says_of_tasks():
