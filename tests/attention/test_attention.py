@@ -34,7 +34,7 @@ from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choosing.choice import ATTENTION_NAMES, CHOICES
 from sparsebert.attention.interface import sparse_attention_forward
-from sparsebert.attention.kernels import bias_operator, flex, sdpa
+from sparsebert.attention.kernels import bias_operator, flex
 from sparsebert.masks.sparse_mask import SPECIAL_TOKENS
 
 
@@ -66,7 +66,10 @@ def with_gradients(function, query, key, value, grad, dtype=None):
 
 
 def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about="", units=4):
-    """The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place."""
+    """
+    The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place. `results` are
+    the output and, unless there are none, the gradients.
+    """
 
     def formula(*inputs):
         return dense(*inputs, keep, factors)
@@ -75,14 +78,14 @@ def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0,
     plain = with_gradients(formula, query, key, value, grad)
     # Relative to the largest number, since a gradient of 0 is a difference of larger numbers.
     unit = torch.finfo(query.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
-    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
+    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=False):
         assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
         error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
         assert error <= 2 * allowed + units * unit, (about, what, error, allowed, unit)
     # Without a live key, the output is exactly 0 and gets no gradient.
     empty, unseen = ~keep.any(-1), ~keep.any(-2)
-    assert (results[0][empty] == 0).all() and (results[1][empty] == 0).all(), about
-    assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all(), about
+    for got, without in zip(results, (empty, empty, unseen, unseen), strict=False):
+        assert (got[without] == 0).all(), about
 
 
 # The grid: backends x masks x lengths x paddings x dropout, other choices drawn
@@ -142,14 +145,14 @@ class Case:
 def draw(name, device, mask, length, padding=None, dropout=None):
     """A case of the grid. Whatever is not given is drawn at random, with the arguments as the seed."""
     rng = random.Random(f"{name} {mask} {length} {padding} {dropout}")
+    padding = padding or rng.choice(PADDINGS)
+    dropout = rng.choice(able(name, device, "dropout", DROPOUTS)) if dropout is None else dropout
+    sizes = able(name, device, "head_size", HEAD_SIZES)
+    if dropout:  # which is read through values, as many numbers at a time as a head has
+        sizes = [size for size in sizes if 8 * size >= length] or sizes
     return Case(
-        name,
-        device,
-        mask,
-        length,
-        padding or rng.choice(PADDINGS),
-        rng.choice(able(name, device, "dropout", DROPOUTS)) if dropout is None else dropout,
-        rng.choice(able(name, device, "head_size", HEAD_SIZES)),
+        *(name, device, mask, length, padding, dropout),
+        rng.choice(sizes),
         rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
         rng.choice(LAYOUTS),
         rng.random() < 0.25 and special_tokens_of(mask) != "first_last",
@@ -161,9 +164,14 @@ def draw(name, device, mask, length, padding=None, dropout=None):
 
 def case_of(name, device, length, mask="per head", padding="none", **fields):
     """A case of which the fields that are not given are plain."""
-    fields = {"head_size": 32, "dtype": torch.float32, "layout": "heads last", "causal": False, **fields}
-    fields = {"dropout": 0.0, "diagonal": None, "last_token": "real", "num_heads": 1, **fields}
-    return Case(name, device, mask, length, padding, mask_length=max(length, 17), **fields)
+    plain = {"head_size": 32, "dtype": torch.float32, "layout": "heads last", "causal": False}
+    plain |= {"dropout": 0.0, "diagonal": None, "last_token": "real", "num_heads": 1}
+    return Case(name, device, mask, length, padding, mask_length=max(length, 17), **plain | fields)
+
+
+def named(fields):
+    """The id of a test by the fields of its case."""
+    return ", ".join(f"{key} {value}" for key, value in fields.items())
 
 
 def make_mask(case):
@@ -278,11 +286,11 @@ def dropout_factors(case, mask, padding, keep):
     return wanted.to(case.dtype)
 
 
-def check(case):
+def check(case, gradients=True):
     mask, padding = make_mask(case), make_padding(case)
     query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
     shape = (*query.shape[:3], *key.shape[2:])
-    flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
+    flags = {"gradients": gradients, "padded": padding is not None, "causal": case.causal}
     reason = refusal(case.name, Request(case.device, case.dtype, *shape, case.dropout > 0, **flags))
     on_device = None if padding is None else padding.to(case.device)
     if reason is not None:
@@ -290,7 +298,11 @@ def check(case):
             attend(case, mask, on_device, query.requires_grad_(), key, value)
         return
     keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
-    results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+    if gradients:
+        results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+    else:
+        with torch.no_grad():  # of inputs that are those of parameters
+            results = [attend(case, mask, on_device, query.detach().requires_grad_(), key, value)]
     factors = 1.0
     if case.dropout:
         with torch.no_grad():
@@ -302,19 +314,6 @@ def check(case):
     # These are as exact as the formula; PyTorch's own fused attention, for one, is not.
     units = 4 if case.name in ("sparse_eager", "sparse_cpu", "sparse_triton", "sparse_flex") else 16
     assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
-
-
-@torch.no_grad()
-def check_forward(case):
-    """For a backend without gradients."""
-    mask, padding = make_mask(case), make_padding(case)
-    query, key, value, _ = laid_out(case, 2 if padding is None else len(padding))
-    keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query))
-    got = attend(case, mask, padding, query.requires_grad_(), key, value)  # as of a parameter
-    truth, plain = dense(query.double(), key.double(), value.double(), keep), dense(query, key, value, keep)
-    assert got.dtype == case.dtype and got.isfinite().all() and (got[~keep.any(-1)] == 0).all()
-    error, allowed = (got - truth).abs().max().item(), (plain - truth).abs().max().item()
-    assert error <= 2 * allowed + 4 * torch.finfo(case.dtype).eps * max(1.0, truth.abs().max().item()), (case, error)
 
 
 def check_sample(name, device, mask):
@@ -346,9 +345,9 @@ def test_whole_grid(poisoned_memory, name, mask):
 @pytest.mark.parametrize("name", serving())
 def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_tokens, head_size):
     """A batch that mixes left and right padding, with a mask per head: the first token is the first real one."""
-    length = 37
+    length, diagonal = 37, None if head_size == 32 else False
     table = torch.rand(2, length, length) < torch.tensor([0.05, 0.5])[:, None, None]
-    mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=None if head_size == 32 else False)
+    mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=diagonal)
     padding = torch.ones(5, length, dtype=torch.bool)
     padding[0, 20:], padding[1, :20], padding[2, :7], padding[2, 30:] = False, False, False, False
     padding[3, :-1], padding[4] = False, False
@@ -419,7 +418,7 @@ def numbers(batch, length, size=8):
 
 
 def cut(table, batch, padding=None, causal=False):
-    """Brute force: which keys each query may see, bool `(B, H, n, n)`."""
+    """[`kept`] of a table `(H, n, n)`."""
     return kept(SparseMask(table, table.shape[-1]), table.shape[-1], padding, causal, batch=batch)
 
 
@@ -481,11 +480,8 @@ def test_4d_mask_through_the_model(tiny_config, name):
     torch.testing.assert_close(states[padding], expected_states[padding])
 
 
-NEEDS = {
-    "additive": frozenset({"learned"}),
-    "log": frozenset({"learned"}),
-    "multiplicative": frozenset({"learned", "gate"}),
-}
+LEARNED = frozenset({"learned"})
+NEEDS = {"additive": LEARNED, "log": LEARNED, "multiplicative": LEARNED | {"gate"}}
 
 
 def assert_searched(config, name, padding, entries, special=None):
@@ -547,7 +543,7 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
     # The last token is undefined in a decoder.
     [*itertools.product(SPECIAL_TOKENS, [False]), *itertools.product(("none", "first"), [True])],
 )
-@pytest.mark.parametrize("name", [*serving(needs=NEEDS["additive"]), *CHOICES])
+@pytest.mark.parametrize("name", [*serving(needs=LEARNED), *CHOICES])
 def test_searched_mask_and_its_gradient_under_left_padding(tiny_config, name, special_tokens, causal):
     """A batch that mixes left and right padding."""
     fields = {"search": "dam_s", "hard": True, "mask_length": 13, "mask_constant": 10.0}
@@ -853,12 +849,3 @@ def test_shapes_on_the_meta_device(backend):
     with torch.device("meta"):
         model, ids = SparseBertModel(config), torch.zeros(2, 20, dtype=torch.long)
     assert model(ids).last_hidden_state.shape == (2, 20, config.hidden_size)
-
-
-def test_a_single_token_has_a_stride_that_kernels_take():
-    """In a tensor of one token the stride of the tokens is unused, but PyTorch's kernels on CUDA refuse odd ones."""
-    tensor = torch.randn(2, 3, 64, 1).mT
-    assert tensor.stride() == (192, 64, 1, 1)
-    assert sdpa._aligned(tensor).stride() == (192, 64, 64, 1) and torch.equal(sdpa._aligned(tensor), tensor)
-    several = torch.randn(2, 3, 64, 5).mT
-    assert sdpa._aligned(several) is several

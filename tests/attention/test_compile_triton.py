@@ -2,9 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,22 +13,21 @@ pytestmark = [
 ]
 
 
-def compiled(*arguments):
-    """The lines of the table as dicts; fails if a configuration does."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_triton", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    header, *lines = (line.split() for line in result.stdout.splitlines())
-    return [dict(zip(header, line, strict=True)) for line in lines]
+@pytest.fixture
+def compiled(capsys):
+    """`compiled(*arguments)`: the lines of the table as dicts; fails if a configuration does."""
+    from benchmarks.compile_triton import main
+
+    def run(*arguments):
+        assert main(arguments) == 0, capsys.readouterr().err
+        header, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+        return [dict(zip(header, line, strict=True)) for line in lines]
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_short_kernel():
+def test_the_short_kernel(compiled):
     lines = compiled("--arch", "90", "--head_size", "32", "--kernel", "short_forward")
     assert [line["drop"] for line in lines] == ["no", "yes"]
     for line in lines:
@@ -39,7 +35,7 @@ def test_the_short_kernel():
         assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
 
 
-def test_kernels_on_lists_neither_spill_nor_wait():
+def test_kernels_on_lists_neither_spill_nor_wait(compiled):
     lines = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
     assert {line["drop"] for line in lines} == {"no", "yes"}
     for line in lines:
@@ -49,7 +45,7 @@ def test_kernels_on_lists_neither_spill_nor_wait():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100"])
-def test_all_that_may_be_chosen(arch, dtype):
+def test_all_that_may_be_chosen(compiled, arch, dtype):
     assert len(compiled("--arch", arch, "--dtype", dtype)) > 10
 
 

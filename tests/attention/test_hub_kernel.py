@@ -22,8 +22,8 @@ from sparsebert.attention.hub_kernel import _READ, flash_attn_forward, set_mask
 
 
 REPOSITORY = f"organization/{NAME}"
-# A process that does not import this package. The last lines are what the library `kernels` and
-# `transformers.integrations.hub_kernels` do with a folder that holds a kernel.
+# Code of a process that does not import this package. The lines by hand are what the library `kernels` and
+# `transformers.integrations.hub_kernels` do with a folder that holds a kernel; then the kernel checks itself.
 LOADS = """
 import importlib.util, json, sys
 from pathlib import Path
@@ -42,19 +42,27 @@ assert hasattr(kernel, "flash_attn_forward") and hasattr(kernel, "supports_flash
 AttentionInterface.register("by_hand", kernel.flash_attn_forward)
 AttentionMaskInterface.register("by_hand", sdpa_mask)
 model = BertModel.from_pretrained(folder, attn_implementation="by_hand").eval()
+process = importlib.import_module(f"{identity}.attention.choosing.self_check_process")
+results = importlib.import_module(f"{identity}.attention.choosing.self_check_results")
+setting = results.Setting("float32", 16, length=64)
+(outcome,) = process.run_self_checks("cpu", [(setting, ("sparse_cpu",))], lengths=(5,))
+assert "sparse_cpu" in outcome.passed(), outcome
 """
 BY_TRANSFORMERS = """
 model = BertModel.from_pretrained(folder, attn_implementation=name, allow_all_kernels=True).eval()
 """
-RUNS = """
+# Run here and there.
+COMPUTES = """
 torch.manual_seed(0)
 ids = torch.randint(100, (2, 20))
 padding = (torch.arange(20) < torch.tensor([20, 13])[:, None]).long()
 states = [model(ids).last_hidden_state, model(ids, attention_mask=padding).last_hidden_state]
 states[1].square().mean().backward()
-gradient = model.encoder.layer[0].attention.self.query.weight.grad
+results = [*(state.detach() for state in states), model.encoder.layer[0].attention.self.query.weight.grad]
+"""
+SAVES = """
 assert "sparsebert" not in sys.modules
-torch.save([*(state.detach() for state in states), gradient], output)
+torch.save(results, output)
 """
 
 
@@ -100,47 +108,32 @@ def tiny_bert():
     return BertModel(BertConfig(**TINY)).eval()
 
 
-@pytest.fixture
-def stock_model(tiny_bert, tmp_path):
-    """A folder with a stock BERT and a mask beside its weights, and what sparsebert computes with it."""
-    model = attach(tiny_bert, build_pattern("bigbird", 40, 4))
-    model.save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    ids = torch.randint(100, (2, 20))
-    padding = (torch.arange(20) < torch.tensor([20, 13])[:, None]).long()
-    states = [model(ids).last_hidden_state, model(ids, attention_mask=padding).last_hidden_state]
-    states[1].square().mean().backward()
-    gradient = model.encoder.layer[0].attention.self.query.weight.grad
-    return tmp_path / "model", [*(state.detach() for state in states), gradient]
+needs_kernels = pytest.mark.skipif(
+    not is_kernels_available(), reason="the library kernels that transformers needs is not installed"
+)
 
 
 @pytest.mark.parametrize(
     "loading",
-    [
-        pytest.param(BY_HAND, id="by hand"),
-        pytest.param(
-            BY_TRANSFORMERS,
-            id="by transformers",
-            marks=pytest.mark.skipif(
-                not is_kernels_available(), reason="the library kernels that transformers needs is not installed"
-            ),
-        ),
-    ],
+    [pytest.param(BY_HAND, id="by hand"), pytest.param(BY_TRANSFORMERS, id="by transformers", marks=needs_kernels)],
 )
-def test_a_stock_model_runs_through_the_kernel(loading, built, stock_model, tmp_path):
-    folder, expected = stock_model
-    environment = {**os.environ, "LOCAL_KERNELS": f"{REPOSITORY}={built.parents[1]}"}
+def test_a_stock_model_runs_through_the_kernel(loading, built, tiny_bert, tmp_path):
+    """With a mask beside its weights, as attached to it here. The kernel's self-check imports the kernel only."""
+    computed = {"torch": torch, "model": attach(tiny_bert, build_pattern("bigbird", 40, 4))}
+    computed["model"].save_pretrained(tmp_path / "model")
+    exec(COMPUTES, computed)
+    hidden = tmp_path / "sparsebert.py"  # stands for the package, where both are installed
+    hidden.write_text("raise SystemExit('the package was imported')")
+    code = LOADS + loading + COMPUTES + SAVES
     result = subprocess.run(
-        [sys.executable, "-c", LOADS + loading + RUNS, REPOSITORY, built, folder, tmp_path / "states"],
+        [sys.executable, "-c", code, REPOSITORY, built, tmp_path / "model", tmp_path / "states"],
         capture_output=True,
         text=True,
-        cwd=tmp_path,  # where there is no package to import
-        env=environment,
-        timeout=120,
+        env=os.environ | {"LOCAL_KERNELS": f"{REPOSITORY}={built.parents[1]}", "PYTHONPATH": str(tmp_path)},
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    for got, want in zip(torch.load(tmp_path / "states"), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.load(tmp_path / "states"), computed["results"], atol=1e-5, rtol=1e-4)
 
 
 def attention(model, hidden=32, **changes):
@@ -185,7 +178,7 @@ def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
     folders, masks = [tmp_path / "window", tmp_path / "star"], []
     for folder in folders:
         attach(BertModel(BertConfig(**TINY)), build_pattern(folder.name, 40, 4)).save_pretrained(folder)
-    for folder in folders * 3:
+    for folder in folders * 2:
         model = BertModel.from_pretrained(folder, config=BertConfig.from_pretrained(folder))
         attention(model)
         masks.append(model.encoder.layer[0].attention.self.sparse_mask)
@@ -242,36 +235,3 @@ def test_padding_in_every_form_is_the_same(causal):
             attention(model, attention_mask=whole, is_causal=False)
     else:
         assert (outputs[0][:, 13:] == 0).all()
-
-
-SELF_CHECK = """
-import importlib.util, json, sys
-from pathlib import Path
-built = sys.argv[1]
-identity = json.loads(Path(built, "metadata.json").read_text())["id"]
-spec = importlib.util.spec_from_file_location(identity, Path(built, "__init__.py"))
-kernel = sys.modules[identity] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernel)
-process = importlib.import_module(f"{identity}.attention.choosing.self_check_process")
-results = importlib.import_module(f"{identity}.attention.choosing.self_check_results")
-setting = results.Setting("float32", 16, length=64)
-(outcome,) = process.run_self_checks("cpu", [(setting, ("sparse_cpu",))], lengths=(5,))
-assert "sparsebert" not in sys.modules
-print(outcome.ended, outcome.passed())
-"""
-
-
-def test_the_kernel_checks_itself(built, tmp_path):
-    """In a process of its own, which imports the kernel and not the package."""
-    hidden = tmp_path / "sparsebert.py"  # stands for the package where both are installed
-    hidden.write_text("raise SystemExit('the package was imported')")
-    result = subprocess.run(
-        [sys.executable, "-c", SELF_CHECK, built],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "sparse_cpu" in result.stdout, result.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import test_attention
 import torch
-from test_attention import MASKS, draw, kept
+from test_attention import MASKS, draw, kept, named
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,10 +77,6 @@ def lists(monkeypatch):
 
 def grid_case(length, *args, **fields):
     return test_attention.case_of("sparse_triton", DEVICE, length, *args, **fields)
-
-
-def named(fields):
-    return ", ".join(f"{key} {value}" for key, value in fields.items())
 
 
 slow = pytest.mark.slow
