@@ -28,15 +28,17 @@ def setup():
     return config
 
 
-PLAIN = """
-import importlib, io, os, sys
+FRESH = """
+import copy, importlib, io, os, sys
 from contextlib import redirect_stderr
 
-BLOCKED = set(sys.argv[2].split(","))
+BLOCKED, OPTIONAL = set(sys.argv[2].split(",")), set(sys.argv[3].split(","))
+asked = set()
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
+            asked.add(name.partition(".")[0])
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -44,9 +46,43 @@ os.chdir(sys.argv[1])
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in BLOCKED else find(name, *rest)
 
-import torch
+import torch, transformers
+from transformers import CONFIG_MAPPING, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    methods = [vars(PreTrainedModel)[name] for name in ("from_pretrained", "save_pretrained")]
+    methods.append(PreTrainedModel.load_adapter)
+    if "peft" in sys.modules:
+        from peft import PeftModel
+        methods += [vars(PeftModel)[name] for name in ("from_pretrained", "load_adapter", "save_pretrained")]
+    tables = [dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), sorted(CONFIG_MAPPING)]
+    for name in dir(transformers):
+        if name.startswith("AutoModel") and hasattr(getattr(transformers, name), "_model_mapping"):
+            tables.append(dict(getattr(transformers, name)._model_mapping._extra_content))
+    return list(map(id, methods)), tables, [id(finder) for finder in sys.meta_path]
+
+def switch(before, expected):
+    sparsebert.plugin.enable()
+    sparsebert.plugin.enable()
+    (methods, tables, _), (old_methods, old_tables, _) = state(), before
+    changed = [new != old for new, old in zip(methods, old_methods)]
+    assert changed == expected, changed
+    assert "sparsebert" in tables[2] and all("sparse_auto" in table for table in tables[:2])
+    sparsebert.plugin.disable()
+    sparsebert.plugin.disable()
+    assert state() == before, "not all is restored"
+
+before = state()
+asked.clear()
 import sparsebert
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+assert state() == before, "the import changes what it should leave"
+import sparsebert.analysis.pictures.charts
+switch(before, [True] * 3)
+assert not OPTIONAL & (asked | {*sys.modules}), "what only some functions need is imported"
+
+sparsebert.plugin.enable()
 from sparsebert.commands import main
 
 fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -83,16 +119,26 @@ except ImportError as error:
 else:
     raise AssertionError("no error")
 assert not BLOCKED & set(sys.modules)
+
+sparsebert.plugin.disable()
+sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, Blocker)]
+importlib.util.find_spec = find
+import peft
+switch(state(), [True] * 3 + [False, True, True])
 """
 
 
-def test_plain_installation(setup, tmp_path):
-    """Masks are learned, frozen, loaded, run, pushed and pulled without the packages of the extra `train`."""
+def test_a_new_process(setup, tmp_path):
+    """
+    Masks are learned, frozen, loaded, run, pushed and pulled without the packages of the extra `train`, and other
+    libraries are as they were before the plugin is enabled, and after it is disabled.
+    """
     names = [each.name for each in requirements(setup["options.extras_require"]["train"])]
-    blocked = {MODULES.get(name, name) for name in names} | {"peft", "pandas", "matplotlib", "triton"}
+    optional = {"datasets", "deepspeed", "evaluate", "matplotlib", "peft", "rich", "sklearn", "tensorboard"}
+    blocked = {MODULES.get(name, name) for name in names} | {"pandas", "triton"} | optional - {"rich"}
     with HubServer() as server:
-        environment = server.environment(tmp_path / "cache") | {"HF_HUB_OFFLINE": "0"}
-        run_fresh(PLAIN, tmp_path, ",".join(sorted(blocked)), **environment)
+        environment = server.environment(tmp_path / "cache") | {"HF_HUB_OFFLINE": "0", "SPARSEBERT_PLUGIN": "0"}
+        run_fresh(FRESH, tmp_path, ",".join(sorted(blocked)), ",".join(sorted(optional)), **environment)
 
 
 def test_plain_requirements_are_few(setup):
@@ -100,13 +146,9 @@ def test_plain_requirements_are_few(setup):
     assert required == {"torch", "transformers", "huggingface_hub", "numpy", "safetensors"}
 
 
-@pytest.mark.parametrize("name", sparsebert.__all__)
-def test_public_name_exists(name):
-    assert getattr(sparsebert, name) is not None and name in dir(sparsebert)
-
-
 def test_public_names():
-    assert len(sparsebert.__all__) == len(set(sparsebert.__all__))
+    assert all(getattr(sparsebert, name) is not None for name in sparsebert.__all__)
+    assert {*sparsebert.__all__} <= {*dir(sparsebert)} and len(sparsebert.__all__) == len(set(sparsebert.__all__))
     with pytest.raises(AttributeError, match="module 'sparsebert' has no attribute 'Trainer'"):
         _ = sparsebert.Trainer
 

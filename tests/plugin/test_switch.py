@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from conftest import TINY
-from processes import run_fresh
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,49 +22,6 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach, load, pl
 
 
 IDS = torch.arange(5, 17)[None]
-
-STATES = """
-import copy, sys, transformers
-from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-def state():
-    methods = [vars(PreTrainedModel)[name] for name in ("from_pretrained", "save_pretrained")]
-    methods.append(PreTrainedModel.load_adapter)
-    if "peft" in sys.modules:
-        from peft import PeftModel
-        methods += [vars(PeftModel)[name] for name in ("from_pretrained", "load_adapter", "save_pretrained")]
-    tables = [dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), sorted(CONFIG_MAPPING)]
-    for name in dir(transformers):
-        if name.startswith("AutoModel") and hasattr(getattr(transformers, name), "_model_mapping"):
-            tables.append(dict(getattr(transformers, name)._model_mapping._extra_content))
-    return list(map(id, methods)), tables, [id(finder) for finder in sys.meta_path]
-
-before = state()
-import sparsebert
-assert state() == before, "the import changes what it should leave"
-import sparsebert.analysis.pictures.charts
-OPTIONAL = {"datasets", "deepspeed", "evaluate", "matplotlib", "peft", "rich", "sklearn", "tensorboard"}
-for imported in (False, True):
-    if imported:
-        import peft
-        before = state()
-    sparsebert.plugin.enable()
-    sparsebert.plugin.enable()
-    (methods, tables, _), (old_methods, old_tables, _) = state(), before
-    changed = [new != old for new, old in zip(methods, old_methods)]
-    assert changed == [True, True, True] + [False, True, True] * imported, changed
-    assert "sparsebert" in tables[2] and all("sparse_auto" in table for table in tables[:2])
-    assert imported or not OPTIONAL & set(sys.modules), "what only some functions need is imported"
-    sparsebert.plugin.disable()
-    sparsebert.plugin.disable()
-    assert state() == before, "not all is restored"
-"""
-
-
-def test_enabling_can_be_switched_off_and_undone():
-    run_fresh(STATES, SPARSEBERT_PLUGIN="0")
 
 
 @pytest.fixture
