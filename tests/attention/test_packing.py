@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertModel, DataCollatorWithFlattening, Trainer, TrainingArguments
+from test_attention import serving
+from transformers import BertConfig, BertModel, DataCollatorWithFlattening
 
 import sparsebert
-from sparsebert import PATTERNS, SEARCHES, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
-from sparsebert.attention.backends import BACKENDS, refusal
-from sparsebert.attention.capabilities import Request
+from sparsebert import PATTERNS, SEARCHES, SparseBertConfig, SparseBertModel, SparseMask, attach
 from sparsebert.attention.packed_batches import packed_documents
 from sparsebert.commands import main
 from sparsebert.data.examples import causal_collator, pretraining_collator, pretraining_dataset
@@ -32,12 +31,7 @@ HEADS, LENGTH = 2, 23
 # Row, first token and length of each document; what is left of a row is padding.
 PLACES = [(0, 0, 9), (0, 9, 1), (0, 10, 13), (1, 0, 5), (1, 5, 12), (2, 0, 22)]
 IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-FROZEN = [
-    name
-    for name in BACKENDS
-    if refusal(name, Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True)) is None
-]
-LEARNING = [name for name in FROZEN if BACKENDS[name].supports >= {"additive", "learned"}]
+FROZEN, LEARNING = serving(), serving(needs=frozenset({"additive", "learned"}))
 
 
 def packed(places=PLACES, rows=3, length=LENGTH):
@@ -86,20 +80,25 @@ def model_of(tiny_config, head_size=32, **fields):
     return SparseBertModel(tiny_config(**sizes | {"allow_empty_rows": True} | fields))
 
 
-def test_constant_positions_are_no_packed_rows(tiny_config):
-    model = model_of(tiny_config, pattern="dense").eval()
-    constant = torch.zeros_like(IDS)
-    got = model(IDS, position_ids=constant).last_hidden_state
-    with torch.no_grad():
-        table = model.embeddings.position_embeddings.weight
-        table.copy_(table[:1].clone().expand_as(table))
-    torch.testing.assert_close(got, model(IDS).last_hidden_state)
+LAST = {"last_token": "position", "special_tokens": "first_last"}
+DECODER = {"is_decoder": True, "use_cache": False}
+PACKED = [
+    *({"pattern": name} for name in PATTERNS),
+    *({"search": name, "block_size": 16} | fields for name in SEARCHES for fields in ({}, LAST)),
+    *(DECODER | fields for fields in ({"pattern": "dense"}, {"search": "dam_s"})),
+]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_packed_documents_are_alone_under_patterns(tiny_config, pattern):
-    for backend in FROZEN:
-        assert_equals_alone(model_of(tiny_config, pattern=pattern), backend)
+@pytest.mark.parametrize("fields", PACKED, ids=str)
+def test_packed_documents_are_alone(tiny_config, fields):
+    searching = "search" in fields
+    for backend, training in itertools.product(LEARNING if searching else FROZEN, {True, not searching}):
+        model = model_of(tiny_config, **fields).train(training)
+        if searching:
+            with torch.no_grad():
+                model.sparse_attention.mask_logits.normal_()
+        assert_equals_alone(model, backend)
+        assert not (searching and training) or model.sparse_attention.mask_logits.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("head_size, last_token", [(32, "real"), (64, "position"), (128, "real")])
@@ -109,23 +108,6 @@ def test_packed_documents_are_alone_under_masks_per_head_and_layer(tiny_config, 
         keep = torch.rand(2, HEADS, 30, 30) < 0.3
         model.set_mask(SparseMask(keep, 30, special_tokens=special, last_token=last_token, diagonal=diagonal))
         assert_equals_alone(model, backend)
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("fields", [{}, {"last_token": "position", "special_tokens": "first_last"}], ids=["", "last"])
-def test_packed_documents_are_alone_in_a_search(tiny_config, search, fields):
-    for backend, training in itertools.product(LEARNING, (True, False)):
-        model = model_of(tiny_config, search=search, block_size=16, **fields).train(training)
-        with torch.no_grad():
-            model.sparse_attention.mask_logits.normal_()
-        assert_equals_alone(model, backend)
-        assert not training or model.sparse_attention.mask_logits.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("fields", [{"pattern": "dense"}, {"search": "dam_s"}], ids=["frozen", "searching"])
-def test_a_decoder_packs_documents_too(tiny_config, fields):
-    for backend in FROZEN if "pattern" in fields else LEARNING:
-        assert_equals_alone(model_of(tiny_config, is_decoder=True, use_cache=False, **fields), backend)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +144,7 @@ def test_padding_between_documents_and_inside(tiny_config, places, masked):
         ([0, 1, 2, 3, 4], [1, 1, 0, 1, 1], None),
         ([2, 0, 3, 1, 4], [1, 1, 1, 1, 1], None),  # a permutation is no packing
         ([0, 2, 4, 6, 8], [1, 1, 1, 1, 1], None),
+        ([0, 0, 0, 0, 0], [1, 1, 1, 1, 1], None),
         ([0, 2, 1, 0, 1], [1, 1, 1, 1, 1], None),
     ],
 )
@@ -180,19 +163,11 @@ def test_rows_of_the_collator_of_transformers(tiny_config):
     torch.testing.assert_close(got, torch.cat(alone, dim=1))
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_a_stock_bert_attends_across_documents(tiny_config, backend):
-    """The documentation says so."""
-    model = BertModel(tiny_config(BertConfig, attn_implementation=backend)).eval()
-    inputs = packed()
+def test_documents_are_alone_in_a_stock_bert_with_a_mask(tiny_config):
+    model = attach(BertModel(tiny_config(BertConfig)).eval(), "dense", mask_length=LENGTH)
+    positions, other = packed()["position_ids"][:1], torch.where(torch.arange(LENGTH) < 10, IDS[:1], 7)
     with torch.no_grad():
-        before = model(IDS[:1], position_ids=inputs["position_ids"][:1]).last_hidden_state
-        other = torch.where(torch.arange(LENGTH) < 10, IDS[:1], 7)
-        after = model(other, position_ids=inputs["position_ids"][:1]).last_hidden_state
-    assert (before[:, :9] - after[:, :9]).abs().max() > 1e-4
-    attach(model, "dense", mask_length=LENGTH)
-    with torch.no_grad():
-        before, after = (model(ids, position_ids=inputs["position_ids"][:1])[0] for ids in (IDS[:1], other))
+        before, after = (model(ids, position_ids=positions)[0] for ids in (IDS[:1], other))
     torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0.0, atol=0.0)
 
 
@@ -416,12 +391,6 @@ def test_a_model_of_trigrams_refuses_both():
         model(IDS, **packed())
 
 
-def test_skip_padding_is_saved(tiny_config, tmp_path):
-    SparseBertForMaskedLM(tiny_config(pattern="window", skip_padding=True)).save_pretrained(tmp_path)
-    assert SparseBertForMaskedLM.from_pretrained(tmp_path).config.skip_padding
-    assert not SparseBertForMaskedLM.from_pretrained(tmp_path, skip_padding=False).config.skip_padding
-
-
 @pytest.mark.slow
 def test_packed_rows_in_a_compiled_model(tiny_config):
     model = model_of(tiny_config, pattern="bigbird").eval()
@@ -488,13 +457,17 @@ def test_the_epoch_reaches_the_masking(word_tokenizer):
     assert not torch.equal(packed(rows)["labels"], first) and torch.equal(fixed(rows)["labels"], evaluated)
 
 
-@pytest.mark.parametrize("flags", [("--pattern", "window"), ("--search", "dam_s"), ("--is_decoder", "true")])
-def test_pretraining_on_packed_documents(pretraining_flags, tmp_path, flags):
+def test_pretraining_on_packed_documents(pretraining_flags, tmp_path):
     losses = []
-    for pack in ("true", "false"):
-        words = pretraining_flags(tmp_path / pack, *flags, "--pack_documents", pack, "--max_steps", "2")
-        assert main(words) == 0
-        metrics = json.loads((tmp_path / pack / "metrics.json").read_text())
+    for pack, *flags in (
+        ("true", "--pattern", "window"),
+        ("false", "--pattern", "window"),
+        ("true", "--search", "dam_s"),
+        ("true", "--is_decoder", "true"),
+    ):
+        run = tmp_path / str(len(losses))
+        assert main(pretraining_flags(run, *flags, "--pack_documents", pack, "--max_steps", "2")) == 0
+        metrics = json.loads((run / "metrics.json").read_text())
         losses.append(metrics["lm_loss" if "--is_decoder" in flags else "mlm_loss"])
     assert all(np.isfinite(losses)) and losses[0] != losses[1]
 
@@ -512,11 +485,6 @@ def test_pretraining_on_packed_documents(pretraining_flags, tmp_path, flags):
 )
 def test_what_cannot_be_packed_is_refused(pretraining_flags, refused, tmp_path, flags, message):
     assert message in refused([*pretraining_flags(tmp_path / "run", "--pack_documents", "true"), *flags])
-
-
-def test_pairs_cannot_be_packed(word_tokenizer):
-    with pytest.raises(ValueError, match="pack_documents true has no meaning with nsp true"):
-        pretraining_dataset(DOCUMENTS, word_tokenizer, 16, nsp=True, pack_documents=True)
 
 
 # Lengths of batches
@@ -554,43 +522,31 @@ def test_pad_to_multiple_of_is_checked(task):
             check_arguments(task(pad_to_multiple_of=value), {})
 
 
-def batch_masks(model, word_tokenizer, folder):
-    """The `attention_mask` of each batch of a training by length and to a multiple, as the documentation says."""
-    lengths = np.random.default_rng(0).integers(3, 33, 96)
-    rows = [{"input_ids": [5] * size, "attention_mask": [1] * size, "labels": size % 2} for size in lengths]
-    seen: list = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    settings = TRAINING | {"max_steps": -1, "num_train_epochs": 1.0, "per_device_train_batch_size": 8}
-    arguments = TrainingArguments(str(folder), **settings, train_sampling_strategy="group_by_length")
-    Trainer(model, arguments, train_dataset=rows, data_collator=collator(word_tokenizer, 8)).train()
-    hook.remove()
-    return seen
-
-
 @pytest.fixture
-def classifier(tiny_config):
-    fields = {"pattern": "window", "mask_length": 32, "num_hidden_layers": 1}
-    return sparsebert.SparseBertForSequenceClassification(tiny_config(**fields))
+def batches(word_tokenizer):
+    """Batches of neighboring lengths, padded to a multiple of 8."""
+    lengths = np.sort(np.random.default_rng(0).integers(3, 33, 96))
+    rows = [{"input_ids": [5] * size, "attention_mask": [1] * size, "labels": size % 2} for size in lengths]
+    return [collator(word_tokenizer, 8)(rows[start : start + 8]) for start in range(0, 96, 8)]
 
 
-def test_batches_have_a_few_lengths_and_little_padding(classifier, word_tokenizer, tmp_path):
-    seen = batch_masks(classifier, word_tokenizer, tmp_path)
-    assert len(seen) == 12 and {mask.shape[1] for mask in seen} <= {8, 16, 24, 32}
-    assert sum(mask.sum() for mask in seen) > 0.75 * sum(mask.numel() for mask in seen)
+def test_batches_have_a_few_lengths(batches):
+    for batch in batches:
+        longest = batch["attention_mask"].sum(1).max().item()
+        assert batch["input_ids"].shape == batch["attention_mask"].shape == (8, -(-longest // 8) * 8)
 
 
 @pytest.mark.slow
-def test_each_length_is_compiled_once(classifier, word_tokenizer, tmp_path):
-    seen, graphs = batch_masks(classifier, word_tokenizer, tmp_path), []
+def test_each_length_is_compiled_once(tiny_config, batches):
+    fields, graphs = {"pattern": "window", "mask_length": 32, "num_hidden_layers": 1}, []
+    model = sparsebert.SparseBertForSequenceClassification(tiny_config(**fields)).eval()
 
     def count(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(classifier.eval(), backend=count, fullgraph=True, dynamic=False)
+    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=False)
     with torch.no_grad():
-        for mask in seen:
-            compiled(input_ids=mask * 5, attention_mask=mask)
-    assert len(graphs) == len({mask.shape for mask in seen}) <= 4
+        for batch in batches:
+            compiled(**batch)
+    assert len(graphs) == len({batch["input_ids"].shape for batch in batches}) <= 4

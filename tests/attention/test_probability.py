@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from torch.autograd import gradcheck
-from transformers import EncoderDecoderModel, TrainingArguments
+from transformers import BertConfig, BertModel, EncoderDecoderModel, TrainingArguments
 
 from sparsebert import (
     PROBABILITY_MAPS,
@@ -67,12 +67,6 @@ EVERY_OTHER = pytest.mark.parametrize("name", OTHERS)
 INSTALL = re.escape("pip install 'sparsebert[maps]'")
 IDS = torch.arange(5, 25).view(2, 10)
 PADDING = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
-
-
-def able(name, **fields):
-    """The backends that can apply a map."""
-    request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name, **fields)
-    return [backend for backend in BACKENDS if refusal(backend, request) is None]
 
 
 def probabilities(name, scores):
@@ -219,12 +213,10 @@ def test_bad_parameters(tiny_config, name, parameters, said):
         sparse_dot_product_attention(*torch.randn(3, 1, 4, 40, 8), **arguments)
 
 
-@pytest.mark.parametrize(
-    "name, bad", [("topk", {"k": 9}), ("sparsegen_lin", {"lam": 1.0}), ("entmax", {"alpha": 0.5})]
-)
-def test_functions_check_their_parameters(name, bad):
-    with pytest.raises(ValueError, match=f"of {name} must be"):
-        PROBABILITY_MAPS[name](torch.zeros(2, 8), **bad)
+def test_functions_check_their_parameters():
+    for name, bad in (("topk", {"k": 9}), ("sparsegen_lin", {"lam": 1.0}), ("entmax", {"alpha": 0.5})):
+        with pytest.raises(ValueError, match=f"of {name} must be"):
+            PROBABILITY_MAPS[name](torch.zeros(2, 8), **bad)
 
 
 def test_the_multiplicative_form_is_for_softmax(tiny_config):
@@ -235,8 +227,6 @@ def test_the_multiplicative_form_is_for_softmax(tiny_config):
 
 
 def test_a_stock_model_keeps_softmax(tiny_config):
-    from transformers import BertConfig, BertModel
-
     for mask in ("window", "dam_s"):
         with pytest.raises(ValueError, match="probability_map has no meaning"):
             attach(BertModel(tiny_config(BertConfig)), mask, probability_map="sparsemax")
@@ -281,7 +271,7 @@ def test_the_choosing_backends_take_the_one_that_can(name):
     for needs in (frozenset(), frozenset({"learned"}), frozenset({"weights"})):
         for choose in (automatic, by_measurement):
             chosen, reason = choose(mask, replace(request, needs=needs))
-            assert chosen in able(name, needs=needs) and reason
+            assert refusal(chosen, replace(request, needs=needs)) is None and reason
 
 
 def test_the_plan_knows_the_map(tiny_config):
@@ -349,12 +339,11 @@ def test_a_model_says_which_backend_can(tiny_config, name, backend):
         model(IDS)
 
 
-def test_inputs_shorter_than_k(tiny_config):
+def test_inputs_shorter_than_k(tiny_config, assert_same_model):
     model = model_with(tiny_config, "topk", pattern="dense", probability_map_kwargs={"k": 20}).eval()
     same = SparseBertForMaskedLM(tiny_config(pattern="dense")).eval()
     same.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, same(IDS).logits)
+    assert_same_model(model, same, input_ids=IDS)
 
 
 @EVERY_OTHER
@@ -397,9 +386,8 @@ def test_learned_alpha_starts_as_entmax15(tiny_config):
     assert alpha.shape == (2, 4)
     torch.testing.assert_close(alpha, torch.full((2, 4), 1.5))
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(IDS, attention_mask=PADDING).logits, fixed(IDS, attention_mask=PADDING).logits, atol=1e-5, rtol=1e-4
-        )
+        got, expected = (each(IDS, attention_mask=PADDING).logits for each in (model, fixed))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{"pattern": "bigbird"}, {"search": "dam_s"}], ids=str)
@@ -445,13 +433,9 @@ def test_gradient_checkpointing_gives_the_same_alpha_gradient(tiny_config):
     torch.testing.assert_close(*grads)
 
 
-def test_a_stock_checkpoint_takes_a_learned_alpha(tiny_config, tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
-
-    BertForMaskedLM(tiny_config(BertConfig)).save_pretrained(tmp_path)
-    model = SparseBertForMaskedLM.from_pretrained(
-        tmp_path, pattern="window", probability_map="entmax", probability_map_kwargs={"alpha": "learned"}
-    )
+def test_a_stock_checkpoint_takes_a_learned_alpha(checkpoints):
+    fields = {"pattern": "window", "probability_map": "entmax"} | LEARNED
+    model = SparseBertForMaskedLM.from_pretrained(checkpoints["stock"], **fields)
     torch.testing.assert_close(model.sparse_attention.probability_map.alpha(), torch.full((2, 4), 1.5))
 
 
@@ -465,15 +449,9 @@ def test_another_map_forgets_the_parameters_of_the_last(tiny_config, tmp_path):
 # Without the package entmax
 
 
-@pytest.fixture
-def no_entmax(monkeypatch):
-    monkeypatch.setitem(sys.modules, "entmax", None)
-    with pytest.raises(ImportError):
-        import entmax  # noqa: F401
-
-
 @EVERY
-def test_only_maps_that_need_entmax_are_refused_without_it(tiny_config, no_entmax, name):
+def test_only_maps_that_need_entmax_are_refused_without_it(tiny_config, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "entmax", None)
     if PROBABILITY_MAPS[name].needs_entmax:
         said = f"the probability maps .*{name}.* need the package entmax: {INSTALL}"
         with pytest.raises(ValueError, match=said):
@@ -481,8 +459,7 @@ def test_only_maps_that_need_entmax_are_refused_without_it(tiny_config, no_entma
         with pytest.raises(ValueError, match=said):
             ProbabilityMap(name, MAPS[name], 2, 4)
         return
-    scores = torch.randn(2, 5)
-    assert probabilities(name, scores).isfinite().all()
+    assert probabilities(name, torch.randn(2, 5)).isfinite().all()
     config = tiny_config(pattern="window", probability_map=name, probability_map_kwargs=MAPS[name])
     assert SparseBertForMaskedLM(config)(IDS, attention_mask=PADDING).logits.isfinite().all()
 
