@@ -84,14 +84,8 @@ class Variant:
 @dataclass(frozen=True)
 class Compiled:
     """
-    What a kernel asks for.
-
-    Args:
-        registers (`int`): Per thread.
-        spills (`tuple` of `int`): Bytes of spilled stores and loads.
-        shared (`int`): Bytes of shared memory.
-        wgmma (`int`): Number of matrix instructions of warp groups.
-        loops (`tuple` of [`Loop`]): Its loops that multiply matrices, in the order of the program.
+    What a kernel asks for: registers per thread, bytes of spilled stores and loads, bytes of shared memory, number of
+    matrix instructions of warp groups, and its loops that multiply matrices, in their order.
     """
 
     registers: int

@@ -121,7 +121,17 @@ def seed():
 @pytest.fixture
 def without_matplotlib(monkeypatch):
     """As if the extra `viz` were not installed: drawing takes most of the time of a small run."""
+    module = sys.modules.get("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    return module
+
+
+@pytest.fixture
+def with_matplotlib(without_matplotlib, monkeypatch):
+    """With it nevertheless, where `without_matplotlib` is used for all tests of a module."""
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    if without_matplotlib is not None:
+        monkeypatch.setitem(sys.modules, "matplotlib", without_matplotlib)
 
 
 @pytest.fixture

@@ -165,15 +165,8 @@ def finite(options, report):
 
 class Cell:
     """
-    The systems of one size, length and phase as functions without arguments.
-
-    Args:
-        size (`str`): Key of `options.sizes`.
-        n (`int`): Tokens of a sequence.
-        phase (`str`): One of `PHASES`.
-        masks (`dict`): Masks by backend and name. Backends do not share them, since the forms of a mask for all layers
-            and several backends would not fit into its cache, and be made anew in each round.
-        options: Options of the command line.
+    The systems of one size, length and phase as functions without arguments. `masks` has the masks by backend and
+    name: backends share none, since the forms of all would not fit into its cache, and be made anew in each round.
     """
 
     def __init__(self, size, n, phase, masks, options):
@@ -209,12 +202,8 @@ class Cell:
 
     def function(self, mask=None, backend=None, kernel=None):
         """
-        A function that runs a copy of the model once.
-
-        Args:
-            mask (`str`, *optional*): Name of the mask; by default stock BERT.
-            backend (`str`, *optional*): What runs it.
-            kernel (`SDPBackend`, *optional*): The only kernel that PyTorch may take.
+        A function that runs a copy of the model once: stock BERT, or with a mask by its name through a backend.
+        `kernel` is the only one that PyTorch may take.
         """
         device, dtype, model = self.options.device, self.options.dtype, copy.deepcopy(self.stock)
         if mask is not None:

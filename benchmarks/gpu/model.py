@@ -105,12 +105,8 @@ ASSUMPTIONS = {
 @dataclass(frozen=True)
 class Step:
     """
-    What one step of a program needs.
-
-    Args:
-        use (`dict`): Cycles of each resource of a multiprocessor.
-        chain (`float`): Cycles if it has the multiprocessor to itself.
-        bytes (`int`): Read from the second-level cache.
+    What one step of a program needs: cycles of each resource of a multiprocessor (`use`), cycles if it has the
+    multiprocessor to itself (`chain`), and bytes read from the second-level cache.
     """
 
     use: dict
@@ -121,12 +117,8 @@ class Step:
 @dataclass(frozen=True)
 class Kernel:
     """
-    A compiled kernel as the model sees it.
-
-    Args:
-        resident (`int`): R.
-        full, partial, special ([`Step`]): Steps over full tiles, over partial ones, and of special tokens.
-        split (`int`): Steps per tile.
+    A compiled kernel as the model sees it: R (`resident`), its steps over full tiles, over partial ones and of special
+    tokens, and how many steps a tile takes (`split`).
     """
 
     resident: int
@@ -145,16 +137,7 @@ def resident(compiled, warps, gpu):
 
 
 def step_of(loop, warps, gpu, tile_bytes, products):
-    """
-    One step of a loop as [`Step`].
-
-    Args:
-        loop ([`Loop`]): The loop.
-        warps (`int`): Warps of a program.
-        gpu ([`Gpu`]): The GPU.
-        tile_bytes (`int`): Bytes that a step loads.
-        products (`int`): Matrix products of a step.
-    """
+    """One step of a loop as [`Step`]: it loads `tile_bytes` and computes so many matrix `products`."""
     counts, threads = loop.counts, 32 * warps
     matrix = loop.flops(warps) / gpu.matrix
     issued = sum(count for name, count in loop.counts.items() if name != "free")
@@ -192,15 +175,8 @@ def makespan(durations, slots):
 
 def predicted(kernel, full, partial, special, pairs, gpu, read_bytes):
     """
-    Seconds of a launch without the factor, and what decides.
-
-    Args:
-        kernel ([`Kernel`]): The kernel.
-        full, partial (`list` of `int`): Full and partial tiles of each block of one sequence, all heads.
-        special (`int`): Tiles that each program of special tokens visits; 0 without such programs.
-        pairs (`int`): B.
-        gpu ([`Gpu`]): The GPU.
-        read_bytes (`float`): Bytes that must cross the memory bus.
+    Seconds of a launch without the factor, and what decides. `full` and `partial` are the tiles of each block of one
+    sequence, all heads; `special` those that each program of special tokens visits; `pairs` is B.
     """
     count, split = kernel.resident, kernel.split
     in_full, bound = duration(kernel.full, count)
@@ -316,10 +292,7 @@ def plain_seconds(kernel, gpu, length):
 
 def factor_of(gpu):
     """
-    The factor of all times, set on the H100, and the check of the model at other lengths.
-
-    Returns:
-        `tuple`: The factor and `{n: (published, modeled)}`, TFLOP/s.
+    The factor of all times, set on the H100, and the check at other lengths: `{n: (published, modeled)}`, TFLOP/s.
     """
     kernel = rival_kernel(gpu, 128, flex=False)
     work = {length: 4.0 * TOKENS * length * 32 * HEAD_SIZE / 1e12 for length in LENGTHS}
@@ -385,13 +358,7 @@ def model():
 
 
 def tables(report, gpu="H100"):
-    """
-    The tables of docs/kernels.md: `"check"`, `"forward"` and `"training"`.
-
-    Args:
-        report (`dict`): The content of the file.
-        gpu (`str`): A key of `GPUS`.
-    """
+    """The tables of docs/kernels.md: `"check"`, `"forward"` and `"training"`."""
     rows = [
         [length, f"{published:.0f}", f"{modeled:.0f}", f"{modeled / published:.2f}"]
         for length, (published, modeled) in report["check"].items()

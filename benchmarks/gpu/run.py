@@ -34,13 +34,8 @@ LIMIT = 590
 @dataclass(frozen=True)
 class Entry:
     """
-    One entry of the queue.
-
-    Args:
-        title (`str`): The question that it answers.
-        commands (`tuple[str, ...]`): Arguments of Python, run one after the other; `{output}` stands for the path of
-            the results, `{folder}` for their folder.
-        environment (`dict`): Variables added to the environment of the process.
+    A question, and the arguments of Python that answer it, one command after the other; `{output}` stands for the path
+    of the results, `{folder}` for their folder.
     """
 
     title: str
@@ -163,14 +158,7 @@ def _environment(entry):
 def prepare(numbers, limit=LIMIT):
     """
     Run the benchmarks of entries once, all at the same time: the compilers, which take most of the time, then find
-    their results in their caches. The times of such a run mean nothing and are not kept.
-
-    Args:
-        numbers (`Iterable` of `int`): Some of `PREPARED`.
-        limit (`float`): Seconds for each command.
-
-    Returns:
-        `dict`: Exit status and log by number of the entry and of the command.
+    their results in their caches. The exit status and the log, by number of the entry and of the command.
     """
     commands = {
         (number, part): command for number in numbers for part, command in enumerate(ENTRIES[number].commands, 1)
@@ -189,18 +177,7 @@ def prepare(numbers, limit=LIMIT):
 
 
 def run_entry(number, entry, folder, limit=LIMIT):
-    """
-    Run one entry and write its results.
-
-    Args:
-        number (`int`): Number of the entry, N in the names of its files.
-        entry ([`Entry`]): The entry.
-        folder (`Path`): Folder of the results.
-        limit (`float`): Seconds for all commands of the entry.
-
-    Returns:
-        `dict`: Content of N.json without the reports.
-    """
+    """Run one entry within `limit` seconds and write its results, N.json; returns its content without the reports."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     environment = _environment(entry)
@@ -292,15 +269,8 @@ def _tiny(command):
 
 def run_lease(folder, limit=LEASE_LIMIT, tiny=False):
     """
-    Run the stages of `LEASE`, and write lease.json after each. Before, what a part writes is in lease_PART.json.
-
-    Args:
-        folder (`Path`): Folder of the results.
-        limit (`float`): Seconds for all.
-        tiny (`bool`, *optional*, defaults to `False`): At tiny size on the CPU.
-
-    Returns:
-        `dict`: Content of lease.json.
+    Run the stages of `LEASE` within `limit` seconds, and write lease.json after each, which is returned. Before, what
+    a part writes is in lease_PART.json. `tiny` is for the CPU.
     """
     begin, folder = time.monotonic(), folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,15 +41,11 @@ BEST_DENSE = "best dense"
 @dataclass
 class Subject:
     """
-    What is timed: models with the same weights, and how to call them.
+    What is timed: models by system, all with the same weights, and `keep`, what the mask keeps, bool `(1, H, n, n)`.
 
-    Args:
-        models (`dict`): Model by system.
-        keep (`torch.Tensor` of shape `(1, H, n, n)`): Bool table of what the mask keeps.
-        sample (`Callable`): `(model, name, keep) -> (output, tensor whose gradient is checked)`, for the gate, in
-            evaluation mode. `keep` is the mask for a stock model, bool or additive, or `None`.
-        forward, step (`Callable`): Functions `(model, name, keep)` to time: inference and a training step.
-        auto (`dict`): Backend that `sparse_auto` runs, by phase.
+    `sample`, `(model, name, keep) -> (output, tensor whose gradient is checked)`, is for the gate, in evaluation mode;
+    `forward` and `step` with the same arguments are timed. `keep` is there the mask for a stock model, bool or
+    additive, or `None`. `auto` has the backend that `sparse_auto` runs, by phase.
     """
 
     models: dict

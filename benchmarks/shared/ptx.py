@@ -28,12 +28,7 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class Loop:
-    """
-    A loop that multiplies matrices.
-
-    Args:
-        body (`tuple` of `str`): Its instructions, without predicates.
-    """
+    """A loop that multiplies matrices: its instructions, without predicates."""
 
     body: tuple[str, ...]
 

@@ -212,12 +212,7 @@ def _exact(case, keep):
 
 
 class Gate:
-    """
-    Refuses systems whose results are wrong, on the very inputs that are timed.
-
-    Args:
-        case ([`Case`])
-    """
+    """Refuses systems whose results are wrong, on the very inputs that are timed."""
 
     def __init__(self, case):
         self.case = case

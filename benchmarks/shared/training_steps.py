@@ -123,14 +123,8 @@ def _serve(spec):
 
 class Worker:
     """
-    A process that trains one system.
-
-    Args:
-        spec (`dict`): Size, length, batch and system, see [`make_step`].
-
-    Attributes:
-        loss (`float`): Loss before the first step, without dropout; set by `wait`.
-        peak_bytes (`int`): Peak memory after the last step: weights, optimizer and activations.
+    A process that trains one system, see [`make_step`]: its loss before the first step, without dropout, is set by
+    `wait`, its peak memory (weights, optimizer and activations) by each step.
     """
 
     def __init__(self, spec):

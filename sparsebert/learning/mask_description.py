@@ -243,20 +243,9 @@ class MaskDescription(MaskFields):
 @dataclass(frozen=True, kw_only=True)
 class Carrier:
     """
-    What a mask has to know about the model that carries it.
-
-    Args:
-        num_layers (`int`): Number of layers with attention.
-        num_heads (`int`): Number of heads.
-        head_size (`int`): Size of a head.
-        num_positions (`int`): Number of tokens of the longest input.
-        is_decoder (`bool`): Whether it is causal.
-        dropout (`float`): Probability of attention dropout.
-        name (`str`): Its Hub id or folder, `""` for a new one.
-        revision (`str`, *optional*): Its commit on the Hub.
-        window (`int`, *optional*): Largest offset that a token attends to in the layers `local_layers`.
-        local_layers (`tuple[int, ...]`): Indices of the layers with a sliding window.
-        one_layer (`bool`): Whether all layers are the same module, with one mask.
+    What a mask has to know about the model that carries it: its sizes, the tokens of its longest input, whether it is
+    causal, its attention dropout, its Hub id or folder (`""` for a new one) and commit. In the layers `local_layers` a
+    token attends to offsets of at most `window`; with `one_layer` all layers are the same module, with one mask.
     """
 
     num_layers: int

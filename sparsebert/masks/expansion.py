@@ -119,16 +119,13 @@ def expand(
     index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    The value of every entry `(L, H, n, n)`, in memory of its own, given that of every parameter. Differentiable.
+    The value of every entry `(L, H, n, n)`, in memory of its own, given that of every parameter `(L, H, K)`.
+    Differentiable.
 
-    Args:
-        values (`torch.Tensor` of shape `(L, H, K)`): Of any dtype. A table may also be given entry by entry, with
-        shape
-            `(L, H, mask_length, mask_length)`; it is then cropped or padded without an index.
-        length_policy (`str`, *optional*): How entries beyond `mask_length` are made, one of `LENGTH_POLICIES`:
-            `"extend"` gives new offsets the value `off`, `"dense"` gives all new rows and columns the value `on`,
-            `"error"` raises. Defaults to [`default_length_policy`].
-        index (`torch.Tensor` of shape `(n, n)`, *optional*): [`parameter_index`], if the caller keeps it.
+    A table may also be given entry by entry, `(L, H, mask_length, mask_length)`; it is then cropped or padded without
+    an index. `length_policy`, one of `LENGTH_POLICIES`, by default [`default_length_policy`], says how entries beyond
+    `mask_length` are made: `"extend"` gives new offsets the value `off`, `"dense"` gives all new rows and columns the
+    value `on`, `"error"` raises. `index` is [`parameter_index`], if the caller keeps it.
     """
     length_policy = length_policy or default_length_policy(form)
     if length_policy == "error":

@@ -18,6 +18,15 @@ from studies.harness.result_tables import experiment_tables
 from studies.harness.seed_comparisons import holm, paired_difference
 
 
+def _words(page):
+    """The text of a page, without its line breaks."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def _cells(path):
+    return json.loads(path.read_text())["cells"]
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_tables_are_those_of_the_results(page):
     text = page.read_text()
@@ -73,13 +82,13 @@ def test_reports_are_those_of_the_results(path):
 
 def test_what_the_front_page_says_of_training():
     ratio = cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
-    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _front_page()
+    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _words("README.md")
 
 
 def test_what_the_results_say_of_reviews():
-    cells = json.loads((REPRODUCED / "review_embeddings_tiny.json").read_text())["cells"].values()
+    cells = _cells(REPRODUCED / "review_embeddings_tiny.json").values()
     scores = {cell["settings"]["system"]: [100 * score for score in cell["metrics"]["scores"]] for cell in cells}
-    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    text = _words("docs/results.md")
     pairs = [(f"dam_s_512_long, {way}", f"window_512_long, {way}") for way in ("split", "whole")]
     pairs += [(f"{name}, split", f"{name}, whole") for name in ("dam_s_512_long", "window_512_long", "dense")]
     for ours, theirs in pairs:
@@ -90,10 +99,7 @@ def test_what_the_results_say_of_reviews():
 
 
 def test_what_the_results_say_of_one_stage_and_dense_attention():
-    stages, dense = (
-        json.loads((REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json").read_text())["cells"]
-        for name in ("figure7", "table3")
-    )
+    stages, dense = (_cells(REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json") for name in ("figure7", "table3"))
     seeds = (1, 2, 3)
     losses = [dense[f"dense_seed_{seed}"]["metrics"]["mlm_loss"] for seed in seeds]
     tests = [
@@ -101,17 +107,14 @@ def test_what_the_results_say_of_one_stage_and_dense_attention():
         for target in (0.1, 0.3, 0.5, 0.7)
     ]
     more = [f"{test['difference']:.3f}" for test in tests]
-    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    text = _words("docs/results.md")
     assert f"({fmean(losses):.3f} in float32, in the table above)" in text
     assert "by {} with 10 % removed, {} with 30 %, {} with 50 % and {} with 70 %".format(*more) in text
     assert f"P at most {max(holm([test['p'] for test in tests])):.3f}" in text
 
 
 def test_what_the_results_say_of_a_longer_recovery():
-    short, long = (
-        json.loads((REPRODUCED / folder / "minilm_task_masks_tiny.json").read_text())["cells"]
-        for folder in (".", "longer_recovery")
-    )
+    short, long = (_cells(REPRODUCED / folder / "minilm_task_masks_tiny.json") for folder in (".", "longer_recovery"))
     names = [f"qnli_seed_{seed}" for seed in (1, 2, 3)]
     assert sorted(long) == names
     for name in names:  # the same models and masks
@@ -124,7 +127,7 @@ def test_what_the_results_say_of_a_longer_recovery():
         for cells, score in ((long, "dense"), (short, "learned_recovered"), (long, "learned_recovered"))
     )
     less, more = paired_difference(dense, longer), paired_difference(longer, shorter)
-    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    text = _words("docs/results.md")
     said = "the accuracy is {:.1f}, {difference:.1f} points below that of the dense model [{low:.1f}, {high:.1f}]"
     assert said.format(fmean(longer), **less) in text
     said = "{difference:.1f} points above that of the shorter recovery [{low:.1f}, {high:.1f}]"
@@ -133,29 +136,25 @@ def test_what_the_results_say_of_a_longer_recovery():
 
 
 def test_what_the_pages_say_of_the_tables():
-    cells = json.loads((RESULTS / "attention_cpu.json").read_text())["cells"]
+    cells = _cells(RESULTS / "attention_cpu.json")
     # kernels.md
     assert not any(auto_slower(cell) for cell in cells)
     found = goals(cells, SimpleNamespace(device="cpu"))
     assert found and {row[-1] for row in found} == {"missed"}
-    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    cells = _cells(RESULTS / "pretrain_cpu.json")
     missed = {goal.partition(" is ")[0] for goal in pretrain.missed(cells)}  # pretraining_cost.md
     assert missed == {"small, n = 512: frozen", "base, n = 2048: frozen"}
 
 
-def _front_page():
-    return " ".join((ROOT / "README.md").read_text().split())
-
-
 def test_what_the_front_page_says_of_quality():
-    cells = json.loads((REPRODUCED / "minilm_tiny.json").read_text())["cells"]
+    cells = _cells(REPRODUCED / "minilm_tiny.json")
 
     def means(mask, metric, form, lengths=(128, 512, 1024)):
         found = (fmean(cells[f"{mask}_{n}_0.9_seed_{i}"]["metrics"][metric] for i in range(3)) for n in lengths)
         return [form.format(value) for value in found]
 
     before, after = (means("dam_s", metric, "{:.3f}") for metric in ("cosine_before", "cosine"))
-    text = _front_page()
+    text = _words("README.md")
     assert "With 128, 512 and 1024 tokens it is {}, {} and {}.".format(*before) in text
     assert "raises it to {}, {} and {}.".format(*after) in text
     assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
@@ -164,17 +163,14 @@ def test_what_the_front_page_says_of_quality():
 
 
 def test_what_the_front_page_says_of_tasks():
-    short, long = (
-        json.loads((REPRODUCED / folder / "minilm_task_masks_tiny.json").read_text())["cells"]
-        for folder in (".", "longer_recovery")
-    )
+    short, long = (_cells(REPRODUCED / folder / "minilm_task_masks_tiny.json") for folder in (".", "longer_recovery"))
     names, seeds = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli"), (1, 2, 3)
     masked, dense = (
         [fmean(100 * short[f"{name}_seed_{seed}"]["metrics"][f"score_{score}"] for name in names) for seed in seeds]
         for score in ("learned_recovered", "dense")
     )
     test = paired_difference(masked, dense)
-    text = _front_page()
+    text = _words("README.md")
     said = "is {:.1f}, dense {:.1f} (three seeds; interval [{low:.1f}, {high:.1f}], P = {p:.2f},"
     assert said.format(fmean(masked), fmean(dense), **test) in text
     longer, shorter, before = (
@@ -188,11 +184,11 @@ def test_what_the_front_page_says_of_tasks():
 
 
 def test_what_the_front_page_says_of_pretraining():
-    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    cells = _cells(RESULTS / "pretrain_cpu.json")
     (ratios,) = [
         cell["speed_up"]["stock"]
         for cell in cells
         if (cell["size"], cell["n"]) == ("base", 2048) and "stock" in cell["speed_up"]
     ]
     said = "is {:.1f} times as fast as stock BERT's, {:.1f} times without a mask"
-    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _front_page()
+    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _words("README.md")

@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
-from processes import run_fresh
+from processes import run_code
 from transformers.utils import logging
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, load
@@ -13,10 +13,15 @@ from sparsebert.hub import HubArguments, check_available, check_path
 
 READERS = (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, read_run)
 UNREACHABLE = """
-import sys, time
+import os, sys, time
+from huggingface_hub import constants
 from sparsebert import SparseBertModel, SparseMask, load
 from sparsebert.analysis.saved_runs import read_run
 from sparsebert.commands import main
+
+folder = sys.argv[1]
+constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = False, folder
+os.environ |= {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}  # where nothing listens
 
 for call in (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, read_run):
     began = time.perf_counter()
@@ -29,7 +34,6 @@ for call in (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, 
     else:
         raise AssertionError("the call succeeded")
 
-folder = sys.argv[1]
 common = ["--output_dir", f"{folder}/run", "--use_cpu"]
 for words in (
     ["pretrain", "--base_model", "user/absent", *common],
@@ -75,10 +79,10 @@ def test_without_a_connection(tmp_path):
     """Refused at once, also every field of a verb that names a model or tokenizer."""
     (tmp_path / "a.txt").write_text("Some words.\n")
     (tmp_path / "a.tsv").write_text("a\tb\n")
-    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
-    printed, errors = run_fresh(UNREACHABLE, tmp_path, HF_HOME=str(tmp_path), **environment)
-    check_said(*printed.splitlines())
-    lines = [line for line in errors.splitlines() if line.startswith("sparsebert ")]
+    done = run_code(UNREACHABLE, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_said(*done.stdout.splitlines())
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sparsebert ")]
     assert len(lines) == 5 and all("user/absent: " in line and "hf download user/absent" in line for line in lines)
     assert not (tmp_path / "run").exists()
 

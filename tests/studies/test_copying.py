@@ -118,11 +118,11 @@ def test_metrics_tell_the_halves_apart():
 
 
 def test_copying_is_learned_where_it_can_be(tmp_path):
-    learned = run_copying(CopyingArguments(**SMALL | {"max_steps": 300}), tmp_path / "dense")
+    learned = run_copying(CopyingArguments(**SMALL | {"max_steps": 150}), tmp_path / "dense")
     assert learned["reachable"] == 1 and learned["second_half_accuracy"] > 0.9
     assert learned["accuracy"] < 0.65
     assert json.loads((tmp_path / "dense" / "metrics.json").read_text()) == learned
-    blind = CopyingArguments(**SMALL | {"max_steps": 100}, pattern="window", pattern_kwargs={"window_size": 2})
+    blind = CopyingArguments(**SMALL | {"max_steps": 60}, pattern="window", pattern_kwargs={"window_size": 2})
     blind = run_copying(blind, tmp_path / "window")
     assert blind["reachable"] == 0 and blind["second_half_accuracy"] < 0.25
 

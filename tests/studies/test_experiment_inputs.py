@@ -15,6 +15,9 @@ from studies.harness.experiment import unseeded
 from studies.harness.reproduction import ReproductionArguments, plan_cells
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 @pytest.mark.parametrize(
     "name, settings, message",
     [

@@ -30,6 +30,9 @@ from studies.sparsebert_paper.sparsebert_table3 import SHOWN, window_losses
 from studies.trained_models import offsets, separators
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 # A checkpoint that several systems go on from
 
 
@@ -187,7 +190,7 @@ def test_models_of_table_1_serve(run_cells, cells_of, checkpoints, tmp_path, mon
 # Kept files and pictures of the papers' figures
 
 
-def test_p_and_masks_of_searches_are_kept_and_drawn(run_cells, smallest, tmp_path, monkeypatch):
+def test_p_and_masks_of_searches_are_kept_and_drawn(with_matplotlib, run_cells, tmp_path):
     run_cells("sparsebert_table1", "soft_seed_5")
     kept = load_file(tmp_path / "out/sparsebert_table1_tiny/soft_seed_5/mean_probs.safetensors")["probs"]
     probs = load_file(tmp_path / "runs/sparsebert_table1_tiny/soft_seed_5/mask_probs.safetensors")["probs"]
@@ -201,7 +204,7 @@ def test_p_and_masks_of_searches_are_kept_and_drawn(run_cells, smallest, tmp_pat
     assert (tmp_path / "out/sparsebert_table3_tiny_figure5.png").is_file()
 
 
-def test_seeds_of_other_lengths_are_not_averaged(tmp_path):
+def test_seeds_of_other_lengths_are_not_averaged(with_matplotlib, tmp_path):
     experiment, cells = EXPERIMENTS["sparsebert_table1"], {}
     for seed, length in enumerate((20, 20, 24)):
         (tmp_path / f"soft_{seed}").mkdir()
@@ -215,7 +218,7 @@ def test_seeds_of_other_lengths_are_not_averaged(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_the_figures_show_the_first_seed_at_the_papers_sparsities(tmp_path, monkeypatch):
+def test_the_figures_show_the_first_seed_at_the_papers_sparsities(with_matplotlib, tmp_path, monkeypatch):
     experiment = EXPERIMENTS["sparsebert_table3"]
     cells = experiment.cells(experiment.arguments())
     build_pattern("window", 16, 2).save_pretrained(tmp_path / "run")
