@@ -32,10 +32,10 @@ CELL_FIELDS = {"mask", "density", "n", "batch", "heads", "dtype", "phase", "syst
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """MKL is not asked for its instructions, which takes a process, and models have one layer."""
+    """MKL is not asked for its instructions, which takes a process, and encoders know few words."""
     monkeypatch.setattr(report, "_mkl", lambda: None)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
-    monkeypatch.setitem(encoders.MODELS, "MiniLM", sizes)
+    for module in (encoders, long_inputs):
+        monkeypatch.setattr(module, "VOCABULARY", 100)
 
 
 def cells_of(run, tmp_path, *arguments):
@@ -160,9 +160,9 @@ def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
 
 
-def test_long_inputs_are_measured(monkeypatch):
-    monkeypatch.setattr(long_inputs, "VOCABULARY", 100)
-    arguments = (600, torch.get_num_threads(), 0, encoders.MODELS["MiniLM"])
+def test_long_inputs_are_measured():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    arguments = (600, torch.get_num_threads(), 0, sizes)
     runs = {name: [long_inputs.measured(name, *arguments)] for name in long_inputs.SYSTEMS}
     assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for (run,) in runs.values())
     (row,) = long_inputs.table([{"n": 600, "systems": runs}]).rows
