@@ -71,7 +71,8 @@ def contents(folder):
 
 
 def write_compressed(path, content):
-    """Write text or bytes, compressed as the name of the file says; returns its path."""
+    """Write text or bytes, compressed as the name of the file says, in a folder that may be new; returns its path."""
+    path.parent.mkdir(exist_ok=True)
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     with opener(path, "wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode())
@@ -119,6 +120,17 @@ def seed():
 
 
 @pytest.fixture
+def write_data(tmp_path):
+    """`write_data(name, text)`: a file as of `write_compressed`, in the folder of a task's data, which it returns."""
+
+    def write(name, text):
+        write_compressed(tmp_path / name, text)
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
 def without_matplotlib(monkeypatch):
     """As if the extra `viz` were not installed: drawing takes most of the time of a small run."""
     module = sys.modules.get("matplotlib")
@@ -132,6 +144,12 @@ def with_matplotlib(without_matplotlib, monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib")
     if without_matplotlib is not None:
         monkeypatch.setitem(sys.modules, "matplotlib", without_matplotlib)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made but not written, which takes most of their time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args: None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The built-in corpus: English prose from the documentation strings of the standard library and installed packages."""
 
 import ast
+import functools
 import gc
 import gzip
 import hashlib
@@ -14,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +27,8 @@ logger = logging.get_logger(__name__)
 
 # All of these are requirements of sparsebert, directly or through torch, datasets and scikit-learn.
 PACKAGES = (
-    "stdlib",
-    "numpy",
-    "torch",
-    "transformers",
-    "datasets",
-    "scipy",
-    "sklearn",
-    "pandas",
-    "sympy",
-    "networkx",
-    "huggingface_hub",
+    *("stdlib", "numpy", "torch", "transformers", "datasets", "scipy", "sklearn"),
+    *("pandas", "sympy", "networkx", "huggingface_hub"),
 )
 
 # Part of the cache key: increase it whenever the extraction below gives different text for the same sources.
@@ -44,17 +36,8 @@ FORMAT = 1
 
 _SKIPPED_DIRECTORIES = {"test", "tests", "testing", "idle_test", "_vendor", "site-packages", "dist-packages"}
 _PROSE_DIRECTIVES = {
-    "attention",
-    "caution",
-    "danger",
-    "deprecated",
-    "hint",
-    "important",
-    "note",
-    "tip",
-    "versionadded",
-    "versionchanged",
-    "warning",
+    *("attention", "caution", "danger", "deprecated", "hint", "important", "note", "tip"),
+    *("versionadded", "versionchanged", "warning"),
 }
 
 _DIRECTIVE = re.compile(r"\.\. ?([\w:-]+?)::\s*(.*)$")
@@ -112,8 +95,7 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
             f"packages must be a sequence of package names, e.g. ({packages!r},), got the str {packages!r}"
         )
     # A dictionary, because a package given twice would lose all its paragraphs as repeated ones.
-    distributions = importlib.metadata.packages_distributions()
-    found = {name: _version(name, distributions.get(name, ())) for name in packages}
+    found = {name: _version(name) for name in packages}
     missing = [name for name, version in found.items() if version is None]
     versions = {name: version for name, version in found.items() if version is not None}
     if not versions:
@@ -136,7 +118,13 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
     return documents
 
 
-def _version(package: str, distributions: Iterable[str]) -> str | None:
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The distributions of all installed packages, which takes a second to find."""
+    return importlib.metadata.packages_distributions()
+
+
+def _version(package: str) -> str | None:
     if package == "stdlib":
         return platform.python_version()
     try:
@@ -148,7 +136,8 @@ def _version(package: str, distributions: Iterable[str]) -> str | None:
     if package in sys.stdlib_module_names:
         return platform.python_version()
     try:
-        return ", ".join(importlib.metadata.version(name) for name in sorted(set(distributions) or {package}))
+        names = sorted(set(_distributions().get(package, [package])))
+        return ", ".join(map(importlib.metadata.version, names))
     except importlib.metadata.PackageNotFoundError:
         return None
 

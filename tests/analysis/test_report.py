@@ -10,25 +10,12 @@ from sparsebert.analysis.tables import Table, print_tables
 from sparsebert.files import write_metrics
 
 
-PRETRAINED = {
-    "search": "dam_s",
-    "sparsity": 0.9,
-    "positions": {"diagonal": 0.25, "offset_1": 0.75},
-    "mlm_loss": 5.5,
-    "mlm_accuracy": 0.125,
-    "seconds": 60.0,
-}
+PRETRAINED = {"search": "dam_s", "sparsity": 0.9, "positions": {"diagonal": 0.25, "offset_1": 0.75}}
+PRETRAINED |= {"mlm_loss": 5.5, "mlm_accuracy": 0.125, "seconds": 60.0}
 FINETUNED = {
-    "task": "mrpc",
-    "mask": "bigbird",
-    "sparsity": 0.9,
-    "input_sparsity": 0.5,
-    "is_part": True,
-    "train_split": "train_part9",
-    "train_examples": 9,
+    **{"task": "mrpc", "mask": "bigbird", "sparsity": 0.9, "input_sparsity": 0.5, "is_part": True},
+    **{"train_split": "train_part9", "train_examples": 9, "main_metric": "f1", "seeds": {"0": {}, "1": {}}},
     "skipped": {"validation": "skipped 1 of 3 rows, the first: row 2"},
-    "main_metric": "f1",
-    "seeds": {"0": {}, "1": {}},
     "splits": {
         "validation": {
             "accuracy": {"mean": 0.7, "std": 0.01},
@@ -38,11 +25,8 @@ FINETUNED = {
         },
         "test": {"seconds": {"mean": 1.0}},
     },
-    "comparison": {
-        "baseline": "runs/dense",
-        "seeds": [0, 1],
-        "validation": {"difference": -0.011, "interval": [-0.03, 0.004]},
-    },
+    "comparison": {"baseline": "runs/dense", "seeds": [0, 1]}
+    | {"validation": {"difference": -0.011, "interval": [-0.03, 0.004]}},
     "train_seconds": 12.0,
 }
 
@@ -52,38 +36,29 @@ def cells(table, row=0):
 
 
 @pytest.fixture
-def folders(tmp_path):
-    for name, metrics in (("model", PRETRAINED), ("tuned", FINETUNED)):
-        (tmp_path / name).mkdir()
-        write_metrics(tmp_path / name / "metrics.json", metrics)
-    return [tmp_path / "model", tmp_path / "tuned"]
+def read(tmp_path):
+    """`read(name=metrics)`: the metrics of finished runs, by their folders."""
+
+    def make(**runs):
+        for name, metrics in runs.items():
+            (tmp_path / name).mkdir()
+            write_metrics(tmp_path / name / "metrics.json", metrics)
+        return read_metrics([tmp_path / name for name in runs])
+
+    return make
 
 
-def test_pretraining_and_finetuning_are_two_tables(folders):
-    pretraining, finetuning = report_tables(read_metrics(folders))
+def test_pretraining_and_finetuning_are_two_tables(read):
+    pretraining, finetuning = report_tables(read(model=PRETRAINED, tuned=FINETUNED))
     assert cells(pretraining) == {
-        "run": "model",
-        "removed": "90.0 %",
-        "P diag.": "0.25",
-        "P 1": "0.75",
-        "MLM loss": "5.500",
-        "MLM acc.": "12.5 %",
-        "seconds": "60",
-    }
+        "run": "model", "removed": "90.0 %", "P diag.": "0.25", "P 1": "0.75",
+        "MLM loss": "5.500", "MLM acc.": "12.5 %", "seconds": "60",
+    }  # fmt: skip
     assert cells(finetuning) == {
-        "run": "tuned",
-        "task": "mrpc*",
-        "split": "validation",
-        "mask": "bigbird",
-        "removed": "90.0 %",
-        "on inputs": "50.0 %",
-        "metric": "f1",
-        "score": "80.0 ± 2.0",
-        "others": "accuracy 70.0 ± 1.0, best_f1_threshold -1.5 ± 0.2",
-        "difference [95 %]": "-1.1 [-3.0, +0.4]",
-        "seeds": "2",
-        "train s": "12",
-    }
+        "run": "tuned", "task": "mrpc*", "split": "validation", "mask": "bigbird", "removed": "90.0 %",
+        "on inputs": "50.0 %", "metric": "f1", "score": "80.0 ± 2.0", "seeds": "2", "train s": "12",
+        "others": "accuracy 70.0 ± 1.0, best_f1_threshold -1.5 ± 0.2", "difference [95 %]": "-1.1 [-3.0, +0.4]",
+    }  # fmt: skip
     assert finetuning.notes[1:] == (
         "* tuned: trained on a part, 9 examples of train_part9",
         "tuned, validation: skipped 1 of 3 rows, the first: row 2",
@@ -91,7 +66,7 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
     )
 
 
-def test_searches_in_trained_models_are_compared(tmp_path):
+def test_searches_in_trained_models_are_compared(read):
     numbers = {"cosine": 0.94, "score": 0.84, "input_sparsity": 0.7}
     learned = {"model": "m", "mask": None, "search": "dam_s", "task": "stsb", "seconds": {"total": 60.0}}
     learned |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
@@ -100,10 +75,7 @@ def test_searches_in_trained_models_are_compared(tmp_path):
     given = {"model": "m", "mask": "window", "search": None, "task": None, "seconds": {"total": 9.0}}
     given |= {"inference_seconds": None}
     given |= {"sparsity": {"dense": 0.0, "given": 0.92}, "agreement": {"given": {"cosine": 0.9}}}
-    for name, metrics in (("learned", learned), ("given", given)):
-        (tmp_path / name).mkdir()
-        write_metrics(tmp_path / name / "metrics.json", metrics)
-    found = read_metrics([tmp_path / "learned", tmp_path / "given"])
+    found = read(learned=learned, given=given)
     (table,) = report_tables(found)
     assert cells(table) == {
         "run": "learned", "mask": "dam_s", "task": "stsb", "removed": "90.0 %", "on inputs": "70.0 %",
@@ -120,32 +92,28 @@ def test_searches_in_trained_models_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"sparsity": None}, {"mlm_loss": "low"}, {"seconds": 10**400}])
-def test_damaged_metrics_are_refused(tmp_path, change):
-    write_metrics(tmp_path / "metrics.json", PRETRAINED | change)
+def test_damaged_metrics_are_refused(read, change):
     with pytest.raises(ValueError, match="damaged"):
-        scores({tmp_path.name: read_metrics([tmp_path])[tmp_path]})
+        scores({path.name: metrics for path, metrics in read(run=PRETRAINED | change).items()})
 
 
-def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
+def test_map_and_mixers_are_named_where_they_are_not_plain_attention(read):
     plain = {"probability_map": "softmax", "token_mixers": None}
     other = {"probability_map": "topk", "token_mixers": ["sepconv", "sepconv", "attention"]}
-    for name, more in (("plain", plain), ("other", other)):
-        (tmp_path / name).mkdir()
-        write_metrics(tmp_path / name / "metrics.json", PRETRAINED | more)
-    (table,) = report_tables(read_metrics([tmp_path / "plain", tmp_path / "other"]))
+    (table,) = report_tables(read(plain=PRETRAINED | plain, other=PRETRAINED | other))
     found = [(row["map"], row["mixers"]) for row in (cells(table, 0), cells(table, 1))]
     assert found == [("", ""), ("topk", "2 sepconv, 1 attention")]
 
 
-def test_runs_are_called_by_what_tells_them_apart(folders, monkeypatch):
-    found = next(iter(read_metrics(folders).values()))
-    (table, *_) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
+def test_runs_are_called_by_what_tells_them_apart(read, tmp_path, monkeypatch):
+    (found,) = read(model=PRETRAINED).values()
+    (table,) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
     assert {row[0] for row in table.rows} == {"a/dense", "b/dense"}
-    monkeypatch.chdir(folders[0])
-    (table, *_) = report_tables(read_metrics(["."]))
-    assert table.rows[0][0] == folders[0].name
+    monkeypatch.chdir(tmp_path / "model")
+    (table,) = report_tables(read_metrics(["."]))
+    assert table.rows[0][0] == "model"
     with pytest.raises(FileNotFoundError, match="metrics.json: no such file"):
-        read_metrics([folders[0].parent])
+        read_metrics([tmp_path])
 
 
 def test_tables_as_markdown_and_json():
@@ -162,9 +130,9 @@ def test_tables_as_markdown_and_json():
     )
 
 
-def test_tables_are_printed_as_text(folders, capsys):
+def test_tables_are_printed_as_text(read, capsys):
     """Neither markup nor a terminal's control characters are obeyed."""
-    print_tables(report_tables(read_metrics(folders)))
+    print_tables(report_tables(read(model=PRETRAINED, tuned=FINETUNED)))
     printed = capsys.readouterr().out
     assert "Pre-training" in printed and "80.0 ± 2.0" in printed and "difference from runs/dense" in printed
     print_tables([Table("Runs in [exp]", ["run"], [["[lr_1]/x :smile:"], ["[/usr] bad"]], ("from [a]",))])

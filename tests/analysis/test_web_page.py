@@ -14,6 +14,7 @@ import torch
 
 from sparsebert import SparseMask, build_pattern
 from sparsebert.analysis.importance import offset_profile
+from sparsebert.analysis.reporting import page_masks
 from sparsebert.analysis.reporting.page_charts import WIDTH, score_figures, scores
 from sparsebert.analysis.reporting.page_masks import TILES, mask_data
 from sparsebert.analysis.reporting.web_page import PageMask, make_page
@@ -26,15 +27,10 @@ from sparsebert.masks.tiles import tile_shares
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;"
 FINETUNED = {
-    "task": "mrpc",
-    "mask": "window",
-    "sparsity": 0.9,
-    "input_sparsity": 0.8,
-    "is_part": False,
-    "main_metric": "f1",
+    **{"task": "mrpc", "mask": "window", "sparsity": 0.9, "input_sparsity": 0.8, "is_part": False},
+    **{"main_metric": "f1", "train_seconds": 240.0},
     "seeds": {"0": {"folder": "seed-0"}, "1": {"folder": "seed-1"}},
     "splits": {"validation": {"f1": {"mean": 0.8, "std": 0.02}}},
-    "train_seconds": 240.0,
 }
 VOID = {"meta", "img", "br", "input", "link", "hr"}
 
@@ -127,9 +123,8 @@ def test_the_data_of_a_page_are_the_mask(name, mask):
             assert data["removed"][which] == pytest.approx(1 - table[layer, head].float().mean().item())
             assert profiles[which] / 255 == pytest.approx(expected[layer, head], abs=1 / 255)
             base = base_table(mask, mask.length)[layer, head][None]
-            assert [data["tiles"][str(side)][which] for side in TILES] == [
-                tile_shares(base, side)[0] for side in TILES
-            ]
+            for side in TILES:
+                assert data["tiles"][str(side)][which] == tile_shares(base, side)[0]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +149,12 @@ def test_what_is_too_large_is_drawn_in_cells(mask, room):
                 assert (head[row, column] == 0) == (share == 0) and (head[row, column] == 255) == (share == 1)
 
 
-def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask():
-    mask = build_pattern("window", 5000, 1, window_size=64)
+def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask(monkeypatch):
+    monkeypatch.setattr(page_masks, "DRAWN_LENGTH", 1100)
+    mask = build_pattern("window", 1300, 1, window_size=64)
     data = mask_data("long", mask)
-    assert data["drawn"] == 4096 and data["removed"] == [mask.sparsity]
-    table = base_table(mask, 5000)[0]
+    assert data["drawn"] == 1100 and data["removed"] == [mask.sparsity]
+    table = base_table(mask, 1300)[0]
     for side in TILES:
         assert data["tiles"][side] == [tile_shares(table, side)[0]]
 
@@ -193,12 +189,8 @@ def test_texts_stay_texts():
     mask = build_pattern("window", 16, 2).replace(metadata={"pattern": HOSTILE})
     metrics = FINETUNED | {"task": HOSTILE, "mask": HOSTILE, "main_metric": "f1"}
     plain = Page(make_page([page_mask("mask", mask)], {Path("a"): FINETUNED, Path("b"): FINETUNED}))
-    hostile = Page(
-        make_page(
-            [page_mask(HOSTILE, mask, verdict=HOSTILE, facts=HOSTILE)],
-            {Path(HOSTILE): metrics, Path(f"{HOSTILE}2"): metrics},
-        )
-    )
+    runs = {Path(HOSTILE): metrics, Path(f"{HOSTILE}2"): metrics}
+    hostile = Page(make_page([page_mask(HOSTILE, mask, verdict=HOSTILE, facts=HOSTILE)], runs))
     assert hostile.data[0]["name"] == HOSTILE
     assert len(hostile.all("script")) == 2 and not hostile.all("img")
     assert not [name for _, value, _ in hostile.elements for name in value if name.startswith("on")]

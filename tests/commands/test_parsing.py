@@ -1,6 +1,7 @@
 """How a recipe and the words of a command line become values."""
 
 import dataclasses
+import importlib
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from sparsebert.commands._words import read_words
 from sparsebert.recipe_files import find_recipe, read_recipe, recipe_names
 
 
+TEXTS = "3 1.10 1e-4 on true &amp !x * # 2024-01-01 a: [x {a} 'q'"
 RECIPE = "model:\n  search: soft\n  hard: true\ntraining:\n  max_steps: 3\n"
 
 
@@ -42,14 +44,7 @@ def place(monkeypatch, tmp_path):
         ("--text [a.txt,1.txt,2]", "data.text", ["a.txt", "1.txt", "2"]),
         ("--text a=b.txt", "data.text", "a=b.txt"),
         # Text stays what was typed.
-        *(
-            (f"--tokenizer {text}", "data.tokenizer", text)
-            for text in ("3", "1.10", "1e-4", "on", "true", "&amp", "!x")
-        ),
-        *(
-            (f"--tokenizer {text}", "data.tokenizer", text)
-            for text in ("*", "#", "2024-01-01", "a:", "[x", "{a}", "'q'")
-        ),
+        *((f"--tokenizer {text}", "data.tokenizer", text) for text in TEXTS.split()),
         ("--text null", "data.text", "null"),
         ("--text &amp", "data.text", "&amp"),
         ("--save_strategy no", "training.save_strategy", "no"),
@@ -145,7 +140,10 @@ def test_fields_whose_type_is_unknown_are_read():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_found_by_its_name(name):
-    (verb,) = (verb for verb in VERBS if _takes(verb, name))
+    commands = {verb: importlib.import_module(f"sparsebert.commands.{verb}").command([]) for verb in VERBS}
+    (verb,) = (
+        verb for verb, each in commands.items() if each.positional is None and name in recipe_names(each.sections)
+    )
     by_name, by_path = parse([verb, name])[1], parse([verb, str(find_recipe(name))])[1]
     assert by_name == by_path
     recipe, stock = read_recipe(find_recipe(name)), yaml.safe_load(find_recipe(name).read_text())
@@ -153,11 +151,6 @@ def test_a_recipe_is_found_by_its_name(name):
     for section, fields in recipe.items():  # only words differ in YAML 1.1, and those that ship have none of these
         for field, value in (fields or {}).items():
             assert str(stock[section][field]) == str(value) or float(stock[section][field]) == value
-
-
-def _takes(verb, name):
-    command = __import__(f"sparsebert.commands.{verb}", fromlist=["command"]).command([])
-    return command.positional is None and name in recipe_names(command.sections)
 
 
 def test_a_file_comes_before_a_recipe_of_that_name(tmp_path):

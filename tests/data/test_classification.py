@@ -69,50 +69,28 @@ def test_decode(outputs, predictions, kind):
     assert all(type(row["prediction"]) is kind for row in rows)
 
 
-class TestMetrics:
-    # tp = 3, fn = 1, fp = 2, tn = 2
-    REFERENCES = [1, 1, 1, 1, 0, 0, 0, 0]
-    PREDICTIONS = [1, 1, 1, 0, 1, 1, 0, 0]
+# 3 true positives, 1 false negative, 2 false positives and 2 true negatives.
+REFERENCES, PREDICTIONS = [1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 1, 1, 0, 0]
 
-    @pytest.fixture(autouse=True)
-    def no_warnings(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
 
-    def test_accuracy(self):
-        assert accuracy([2, 0, 1], [2, 1, 1]) == {"accuracy": pytest.approx(2 / 3)}
-
-    def test_f1(self):
-        scores = accuracy_and_f1(self.PREDICTIONS, self.REFERENCES)
-        assert scores == {"accuracy": pytest.approx(5 / 8), "f1": pytest.approx(6 / 9)}
-        assert accuracy_and_f1([0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 0.0}
-        assert accuracy_and_f1([0, 0], [0, 1]) == {"accuracy": 0.5, "f1": 0.0}
-
-    def test_macro_f1(self):
-        scores = accuracy_and_macro_f1([0, 1, 1, 2], [0, 1, 0, 2])
-        assert scores == {"accuracy": pytest.approx(0.75), "macro_f1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
-
-    def test_matthews(self):
-        scores = matthews(self.PREDICTIONS, self.REFERENCES)
-        assert scores["matthews"] == pytest.approx((3 * 2 - 2 * 1) / (5 * 4 * 4 * 3) ** 0.5)
-        assert scores["accuracy"] == pytest.approx(5 / 8)
-        flipped = [1 - prediction for prediction in self.PREDICTIONS]
-        assert matthews(flipped, self.REFERENCES)["matthews"] == pytest.approx(-scores["matthews"])
-
-    @pytest.mark.parametrize(("predictions", "references"), [([1, 1], [0, 1]), ([0, 1], [1, 1]), ([1, 1], [1, 1])])
-    def test_matthews_of_one_class(self, predictions, references):
-        assert matthews(predictions, references)["matthews"] == 0.0
-
-    def test_correlations_with_ties(self):
-        # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4; values less their means -3, 1, 1, 1 and -1.5, -0.5, 0.5, 1.5.
-        scores = correlations([0.0, 2.0, 2.0, 9.0], [1.0, 2.0, 3.0, 4.0])
-        assert scores["spearman"] == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-        scores = correlations([0.0, 4.0, 4.0, 4.0], [1.0, 2.0, 3.0, 4.0])
-        assert scores["pearson"] == pytest.approx(6 / (12 * 5) ** 0.5)
-
-    @pytest.mark.parametrize(
-        ("predictions", "references"), [([3.0, 3.0], [1.0, 2.0]), ([1.0, 2.0], [0, 0]), ([1], [2])]
-    )
-    def test_constant_side(self, predictions, references):
-        assert correlations(predictions, references) == {"spearman": 0.0, "pearson": 0.0}
+@pytest.mark.parametrize(
+    ("metric", "predictions", "references", "expected"),
+    [
+        (accuracy, [2, 0, 1], [2, 1, 1], (2 / 3,)),
+        (accuracy_and_f1, PREDICTIONS, REFERENCES, (5 / 8, 6 / 9)),
+        (accuracy_and_f1, [0, 0], [0, 0], (1, 0)),
+        (accuracy_and_f1, [0, 0], [0, 1], (0.5, 0)),
+        (accuracy_and_macro_f1, [0, 1, 1, 2], [0, 1, 0, 2], (0.75, (2 / 3 + 2 / 3 + 1) / 3)),
+        (matthews, PREDICTIONS, REFERENCES, ((3 * 2 - 2 * 1) / (5 * 4 * 4 * 3) ** 0.5, 5 / 8)),
+        *((matthews, [1, 1], [label, 1], (0, (label + 1) / 2)) for label in (0, 1)),
+        (matthews, [0, 1], [1, 1], (0, 0.5)),
+        # Ranks 1, 3, 3, 3 and 1, 2, 3, 4; values less their means -3, 1, 1, 1 and -1.5, -0.5, 0.5, 1.5.
+        (correlations, [0.0, 4.0, 4.0, 4.0], [1.0, 2.0, 3.0, 4.0], (3 / (3 * 5) ** 0.5, 6 / (12 * 5) ** 0.5)),
+        *((correlations, *sides, (0, 0)) for sides in (([3.0, 3.0], [1.0, 2.0]), ([1.0, 2.0], [0, 0]), ([1], [2]))),
+    ],
+)
+def test_metrics(metric, predictions, references, expected):
+    """In the order of their names, and without warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuple(metric(predictions, references).values()) == pytest.approx(expected)

@@ -7,7 +7,7 @@ import pytest
 from sparsebert.data.builtin_corpus import Document, builtin_documents, prose_paragraphs
 
 
-PACKAGES = ("email", "json")
+PACKAGES = ("json", "wsgiref")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_documents_are_prose_of_modules_in_a_fixed_order(cache):
     decoder = next(document for document in documents if document.module == "json.decoder")
     assert "Subclass of ValueError with the following additional properties:" in decoder.paragraphs
     paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
-    assert len(set(paragraphs)) == len(paragraphs) > 100
+    assert len(set(paragraphs)) == len(paragraphs) > 50
     assert all(paragraph == " ".join(paragraph.split()) and ">>>" not in paragraph for paragraph in paragraphs)
 
 
@@ -51,7 +51,7 @@ def test_cache_gives_the_same_and_is_used(cache):
     with gzip.open(file, "wt") as stream:
         stream.write('{"package": "json", "module": "json.x", "paragraphs": ["from the cache"]}\n')
     assert builtin_documents(PACKAGES) == [Document("json", "json.x", ["from the cache"])]
-    assert builtin_documents(("json",)) != builtin_documents(PACKAGES)
+    assert {document.package for document in builtin_documents(("json",))} == {"json"}
 
 
 def test_unusable_cache_directory_is_no_error(tmp_path, monkeypatch):

@@ -3,91 +3,53 @@ import logging
 
 import datasets
 import pytest
-from conftest import write_compressed
 
 from sparsebert.data.tasks import glue, task_files
 from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, write_submission
 from sparsebert.files import TASK_FILES
 
 
-# Train files in the layout of GLUE's download: the name of the task, its folder, the file, texts and label.
+# Train files in the layout of GLUE's download: the folder of the task, the file, and the labels.
 ORIGINALS = {
-    "cola": ("CoLA", "gj04\t1\t\tIt is so.\ngj04\t0\t*\tIs so it.\n", ["It is so.", "Is so it."], None, [1, 0]),
-    "sst2": ("SST-2", 'sentence\tlabel\n"good \t1\nbad\t0\n', ['"good ', "bad"], None, [1, 0]),
+    "cola": ("CoLA", "gj04\t1\t\tIt is so.\ngj04\t0\t*\tIs so it.\n", [1, 0]),
+    "sst2": ("SST-2", 'sentence\tlabel\n"good \t1\nbad\t0\n', [1, 0]),
     "mrpc": (
         "MRPC",
         '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t7\t8\tSo " it is .\tIt is so .\r\n'
         "0\t7\t9\tA .\tB .\r\n",
-        ['So " it is .', "A ."],
-        ["It is so .", "B ."],
         [1, 0],
     ),
     "stsb": (
         "STS-B",
         "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
         "0\tg\tf\t2012\t0001\tnone\tnone\tA.\tB.\t5.000\n1\tg\tf\t2012\t0001\tnone\tnone\tC.\tD.\t0.25\n",
-        ["A.", "C."],
-        ["B.", "D."],
         [5.0, 0.25],
     ),
-    "qqp": (
-        "QQP",
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n133\t1\t2\tWhy?\tHow?\t0\n77\t3\t4\tWhat\tWhat?\t1\n",
-        ["Why?", "What"],
-        ["How?", "What?"],
-        [0, 1],
-    ),
+    "qqp": ("QQP", "id\tqid1\tquestion1\tquestion2\tis_duplicate\n133\t1\tA.\tB.\t0\n77\t3\tC.\tD.\t1\n", [0, 1]),
     "mnli": (
         "MNLI",
         "index\tpairID\tsentence1\tsentence2\tlabel\tgold_label\n"
         "0\t63735n\tA.\tB.\tneutral\tcontradiction\n1\t91383c\tC.\tD.\tneutral\tentailment\n",
-        ["A.", "C."],
-        ["B.", "D."],
         [2, 0],
     ),
-    "qnli": (
-        "QNLI",
-        "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n1\tWhen?\tIt.\tnot_entailment\n",
-        ["Who?", "When?"],
-        ["He.", "It."],
-        [0, 1],
-    ),
-    "rte": (
-        "RTE",
-        "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\tnot_entailment\n1\tC.\tD.\tentailment\n",
-        ["A.", "C."],
-        ["B.", "D."],
-        [1, 0],
-    ),
-    "wnli": (
-        "WNLI",
-        "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\t1\n1\tC.\tD.\t0\n",
-        ["A.", "C."],
-        ["B.", "D."],
-        [1, 0],
-    ),
+    "qnli": ("QNLI", "index\tquestion\tsentence\tlabel\n0\tA.\tB.\tentailment\n1\tC.\tD.\tnot_entailment\n", [0, 1]),
+    "rte": ("RTE", "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\tnot_entailment\n1\tC.\tD.\tentailment\n", [1, 0]),
+    "wnli": ("WNLI", "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\t1\n1\tC.\tD.\t0\n", [1, 0]),
 }
-
-
-@pytest.fixture
-def write(tmp_path):
-    """`write(name, text)`: a file below the data folder, compressed as its name says; returns the data folder."""
-
-    def make(name, text):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        write_compressed(path, text)
-        return str(tmp_path)
-
-    return make
+# Their texts, and those that they are paired with.
+TEXTS = dict.fromkeys(ORIGINALS, (["A.", "C."], ["B.", "D."])) | {
+    "cola": (["It is so.", "Is so it."], None),
+    "sst2": (['"good ', "bad"], None),
+    "mrpc": (['So " it is .', "A ."], ["It is so .", "B ."]),
+}
 
 
 @pytest.mark.parametrize("name", GLUE)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_original_files(write, name, inside, suffix):
-    folder, text, texts, pairs, labels = ORIGINALS[name]
-    data = write(f"{folder}/train.tsv{suffix}", text)
+def test_original_files(write_data, name, inside, suffix):
+    (folder, text, labels), (texts, pairs) = ORIGINALS[name], TEXTS[name]
+    data = write_data(f"{folder}/train.tsv{suffix}", text)
     loaded = glue.load(name, f"{data}/{folder}" if inside else data)
     assert set(loaded) == {"train"}
     train = loaded["train"]
@@ -105,83 +67,69 @@ def test_original_files(write, name, inside, suffix):
 
 
 @pytest.mark.parametrize("name", GLUE)
-def test_plain_header_and_missing_test_labels(write, name):
+def test_plain_header_and_missing_test_labels(write_data, name):
     pairs = len(GLUE[name].texts) == 2
     header, texts = ("sentence1\tsentence2", "A\tB") if pairs else ("sentence", "A")
     label = GLUE[name].names[1] if GLUE[name].named else "1"
     for stem in ("part7", "test_labeled"):
-        write(f"{stem}.tsv", f"{header}\tlabel\n{texts}\t{label}\n")
-    write("test_blank.tsv", f"{header}\tlabel\n{texts}\t-1\n")
-    data = write("test.tsv", f"index\t{header}\n12\t{texts}\n9\t{texts}\n")
+        write_data(f"{stem}.tsv", f"{header}\tlabel\n{texts}\t{label}\n")
+    write_data("test_blank.tsv", f"{header}\tlabel\n{texts}\t-1\n")
+    data = write_data("test.tsv", f"index\t{header}\n12\t{texts}\n9\t{texts}\n")
     loaded = glue.load(name, data, ["test", "part7", "test_labeled", "test_blank"])
     assert loaded["part7"]["label"][:] == loaded["test_labeled"]["label"][:] == [1]
     assert "label" not in loaded["test"].column_names and "label" not in loaded["test_blank"].column_names
     assert loaded["test"]["id"][:] == ["12", "9"] and loaded["test"]["text"][:] == ["A", "A"]
 
 
-def test_cola_test_file_has_a_header(write):
-    data = write("CoLA/test.tsv", "index\tsentence\n0\tBill whistled.\n1\tSo.\n")
+def test_cola_test_file_has_a_header(write_data):
+    data = write_data("CoLA/test.tsv", "index\tsentence\n0\tBill whistled.\n1\tSo.\n")
     assert glue.load("cola", data)["test"][:] == {"id": ["0", "1"], "text": ["Bill whistled.", "So."]}
 
 
-def test_sentiment_in_json_lines(write):
-    rows = [
-        {"id": "0_9", "text": "Fine.\nReally.", "label": 1, "rating": 9},
-        {"id": "1_2", "text": "Bad.", "label": 0},
-    ]
+def test_sentiment_in_json_lines(write_data):
+    rows = [{"id": "0_9", "text": "Fine.\nReally.", "label": 1, "x": 9}, {"id": "1_2", "text": "Bad.", "label": 0}]
     for split in ("train", "test"):
-        data = write(f"{split}.jsonl.xz", "".join(json.dumps(row) + "\n" for row in rows))
+        data = write_data(f"{split}.jsonl.xz", "".join(json.dumps(row) + "\n" for row in rows))
     loaded = glue.load("sst2", data)
     assert set(loaded) == {"train", "test"}
     for split in loaded.values():
         assert split[:] == {"id": ["0_9", "1_2"], "text": ["Fine.\nReally.", "Bad."], "label": [1, 0]}
 
 
-def test_repeated_ids_are_replaced(write):
-    data = write("train.tsv", "id\tsentence\tlabel\n4\tA\t1\n4\tB\t1\n")
+def test_repeated_ids_are_replaced(write_data):
+    data = write_data("train.tsv", "id\tsentence\tlabel\n4\tA\t1\n4\tB\t1\n")
     assert glue.load("sst2", data)["train"]["id"][:] == ["0", "1"]
 
 
 class TestSplits:
     def test_on_the_hub(self):
         assert glue.splits("rte") == ["train", "validation", "test"]
-        assert glue.splits("mnli") == [
-            "train",
-            "validation_matched",
-            "validation_mismatched",
-            "test_matched",
-            "test_mismatched",
-            "test_ax",
-        ]
+        both = [f"{split}_{kind}" for split in ("validation", "test") for kind in ("matched", "mismatched")]
+        assert glue.splits("mnli") == ["train", *both, "test_ax"]
 
-    def test_in_a_folder(self, write):
+    def test_in_a_folder(self, write_data):
         text = ORIGINALS["mnli"][1]
         for stem in ("test_matched", "dev_mismatched", "odd", "dev_matched", "train"):
-            data = write(f"MNLI/{stem}.tsv", text)
-        write("RTE/train.tsv", text)
-        assert glue.splits("mnli", data) == [
-            "train",
-            "validation_matched",
-            "validation_mismatched",
-            "test_matched",
-            "odd",
-        ]
+            data = write_data(f"MNLI/{stem}.tsv", text)
+        write_data("RTE/train.tsv", text)
+        found = ["train", "validation_matched", "validation_mismatched", "test_matched", "odd"]
+        assert glue.splits("mnli", data) == found
         assert "odd" not in glue.load("mnli", data)
 
     @pytest.mark.parametrize("place", ["diagnostic/diagnostic.tsv", "AX/AX.tsv", "AX/other.tsv.gz"])
-    def test_diagnostics(self, write, place):
-        write("MNLI/train.tsv", ORIGINALS["mnli"][1])
-        data = write(place, "index\tsentence1\tsentence2\n0\tA.\tB.\n1\tC.\tD.\n")
+    def test_diagnostics(self, write_data, place):
+        write_data("MNLI/train.tsv", ORIGINALS["mnli"][1])
+        data = write_data(place, "index\tsentence1\tsentence2\n0\tA.\tB.\n1\tC.\tD.\n")
         assert glue.splits("mnli", data) == ["train", "test_ax"]
         assert glue.load("mnli", data)["test_ax"]["text_pair"][:] == ["B.", "D."]
 
-    def test_other_files_are_not_opened(self, write):
-        write("RTE/train.tsv", "broken")
-        data = write("RTE/dev.tsv", ORIGINALS["rte"][1])
+    def test_other_files_are_not_opened(self, write_data):
+        write_data("RTE/train.tsv", "broken")
+        data = write_data("RTE/dev.tsv", ORIGINALS["rte"][1])
         assert set(glue.load("rte", data, ["validation"])) == {"validation"}
 
-    def test_missing(self, write):
-        data = write("RTE/odd.tsv", ORIGINALS["rte"][1])
+    def test_missing(self, write_data):
+        data = write_data("RTE/odd.tsv", ORIGINALS["rte"][1])
         with pytest.raises(ValueError, match="split 'test' is missing in .*; available: odd"):
             glue.load("rte", data, ["test"])
         with pytest.raises(ValueError, match="in a folder RTE; .* train, dev, .*; available splits: odd"):
@@ -195,11 +143,9 @@ class TestSplits:
         with pytest.raises(OSError, match="cannot load split 'train' of nyu-mll/glue .*--data DIR"):
             glue.load("rte", None, ["train"])
 
-    def test_missing_label_column(self, write):
-        data = write("train.tsv", "index\tsentence\n0\tA\n")
-        message = "train.tsv: row 1: no column label; available: index, sentence"
-        with pytest.raises(ValueError, match=message):
-            glue.load("sst2", data)
+    def test_missing_label_column(self, write_data):
+        with pytest.raises(ValueError, match="train.tsv: row 1: no column label; available: index, sentence"):
+            glue.load("sst2", write_data("train.tsv", "index\tsentence\n0\tA\n"))
 
 
 class TestBadRows:
@@ -220,40 +166,40 @@ class TestBadRows:
             ("stsb", "nan", "score", "'nan' is not a number from 0 to 5"),
         ],
     )
-    def test_label(self, write, caplog, name, label, field, message):
-        folder, text, texts, _, _ = ORIGINALS[name]
+    def test_label(self, write_data, caplog, name, label, field, message):
+        folder, text, _ = ORIGINALS[name]
         *lines, last = text.splitlines()
         fields = last.split("\t")
         fields[{"cola": 1, "mrpc": 0}.get(name, -1)] = label
         lines.append("\t".join(fields))
-        data = write(f"{folder}/train.tsv", "\n".join(lines))
+        data = write_data(f"{folder}/train.tsv", "\n".join(lines))
         with pytest.raises(ValueError, match=f"train.tsv: row {len(lines)}, field '{field}': {message}"):
             glue.load(name, data)
         with caplog.at_level(logging.WARNING):
             train = glue.load(name, data, skip_bad=True)["train"]
-        assert train["text"][:] == texts[:1]
+        assert train["text"][:] == TEXTS[name][0][:1]
         assert f"skipped 1 of 2 rows, the first: row {len(lines)}, field '{field}'" in caplog.text
 
-    def test_empty_text(self, write):
+    def test_empty_text(self, write_data):
         with pytest.raises(ValueError, match="dev.tsv: row 2, field 'sentence1': is empty"):
-            glue.load("rte", write("dev.tsv", "index\tsentence1\tsentence2\tlabel\n4\t\t \tentailment\n"))
+            glue.load("rte", write_data("dev.tsv", "index\tsentence1\tsentence2\tlabel\n4\t\t \tentailment\n"))
 
-    def test_one_text_of_a_pair_may_be_empty(self, write):
-        folder = write("dev.tsv", "id\tquestion1\tquestion2\tis_duplicate\n4\tA\t\t0\n5\t\tB\t0\n")
+    def test_one_text_of_a_pair_may_be_empty(self, write_data):
+        folder = write_data("dev.tsv", "id\tquestion1\tquestion2\tis_duplicate\n4\tA\t\t0\n5\t\tB\t0\n")
         assert glue.load("qqp", folder)["validation"]["text_pair"][:] == ["", "B"]
 
-    def test_number_of_fields(self, write):
-        data = write("dev.tsv", "sentence1\tsentence2\tlabel\nA\tB\tentailment\n\nA\tentailment\n")
+    def test_number_of_fields(self, write_data):
+        data = write_data("dev.tsv", "sentence1\tsentence2\tlabel\nA\tB\tentailment\n\nA\tentailment\n")
         with pytest.raises(ValueError, match="dev.tsv: row 4: 2 fields, expected 3: sentence1, sentence2, label"):
             glue.load("rte", data)
 
-    def test_one_label_missing_in_a_test_file(self, write):
-        data = write("test.tsv", "sentence\tlabel\nA\t1\nB\t-1\n")
+    def test_one_label_missing_in_a_test_file(self, write_data):
+        data = write_data("test.tsv", "sentence\tlabel\nA\t1\nB\t-1\n")
         with pytest.raises(ValueError, match="test.tsv: row 3, field 'label': '-1' is not one of 0, 1"):
             glue.load("sst2", data)
 
-    def test_json(self, write):
-        data = write("train.jsonl", '{"text": "A", "label": true}\n{"text": 3, "label": 1}\n{"label": 1}\n')
+    def test_json(self, write_data):
+        data = write_data("train.jsonl", '{"text": "A", "label": true}\n{"text": 3, "label": 1}\n{"label": 1}\n')
         with pytest.raises(ValueError, match="train.jsonl: row 1, field 'label': True is not one of 0, 1"):
             glue.load("sst2", data)
         with pytest.raises(ValueError, match="no usable rows, 3 bad ones"):
@@ -298,8 +244,8 @@ class TestHub:
 
 
 class TestSubmission:
-    def test_rows_of_test_sets_are_never_skipped(self, write):
-        folder = write("test.tsv", "index\tsentence1\tsentence2\n0\tA\tB\n1\tA\n")
+    def test_rows_of_test_sets_are_never_skipped(self, write_data):
+        folder = write_data("test.tsv", "index\tsentence1\tsentence2\n0\tA\tB\n1\tA\n")
         with pytest.raises(ValueError, match="test.tsv: row 3: 2 fields, expected 3"):
             glue.load("rte", folder, skip_bad=True)
 
@@ -333,30 +279,21 @@ class TestSubmission:
         assert not list(tmp_path.iterdir())
 
 
-class TestAverages:
-    def test_all(self):
-        scores = {title: index / 10 for index, (title, *_) in enumerate(GLUE_COLUMNS)}
-        assert averages(scores | {"WNLI": 9.0}) == {
-            "average_9": pytest.approx(3.6 / 9),
-            "average_8": pytest.approx((0.05 + 3.5) / 8),
-            "num_columns_9": 9,
-            "num_columns_8": 8,
-        }
+COLUMNS = ["MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"]
 
-    @pytest.mark.parametrize(
-        ("scores", "expected"),
-        [
-            ({"MNLI-m": 0.8, "MNLI-mm": 0.6, "RTE": 0.5, "QQP": None}, (1.9 / 3, 0.6, 3, 2)),
-            ({"MNLI-mm": 0.6, "CoLA": -0.2}, (0.2, -0.2, 2, 1)),
-            ({}, (None, None, 0, 0)),
-        ],
-    )
-    def test_some(self, scores, expected):
-        result = averages(scores)
-        assert tuple(result.values()) == (pytest.approx(expected) if scores else expected)
 
-    def test_columns_are_of_the_tasks(self):
-        assert [title for title, *_ in GLUE_COLUMNS] == [
-            *("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
-        ]
-        assert all(split in glue.splits(task) for _, task, split, _ in GLUE_COLUMNS)
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ({title: index / 10 for index, title in enumerate([*COLUMNS, "WNLI"])}, (3.6 / 9, (0.05 + 3.5) / 8, 9, 8)),
+        ({"MNLI-m": 0.8, "MNLI-mm": 0.6, "RTE": 0.5, "QQP": None}, (1.9 / 3, 0.6, 3, 2)),
+        ({"MNLI-mm": 0.6, "CoLA": -0.2}, (0.2, -0.2, 2, 1)),
+        ({}, (None, None, 0, 0)),
+    ],
+)
+def test_averages(scores, expected):
+    assert [title for title, *_ in GLUE_COLUMNS] == COLUMNS
+    assert all(split in glue.splits(task) for _, task, split, _ in GLUE_COLUMNS)
+    names = ("average_9", "average_8", "num_columns_9", "num_columns_8")
+    want = dict(zip(names, expected, strict=True))
+    assert averages(scores) == (pytest.approx(want) if scores else want)

@@ -5,7 +5,6 @@ import logging
 
 import datasets
 import pytest
-from conftest import write_compressed
 
 from sparsebert.commands import main
 from sparsebert.data.tasks import TASKS, own_texts, task_files
@@ -16,25 +15,14 @@ CLASSES = TASKS["text_classification"]
 NUMBERS = TASKS["text_regression"]
 
 
-@pytest.fixture
-def write(tmp_path):
-    """`write(name, text)`: a file, compressed as its name says; returns its folder."""
-
-    def make(name, text):
-        write_compressed(tmp_path / name, text)
-        return str(tmp_path)
-
-    return make
-
-
 def lines(*rows):
     return "".join(json.dumps(dict(zip(("text", "label"), row, strict=True))) + "\n" for row in rows)
 
 
 class TestFiles:
-    def test_quotes_newlines_byte_order_mark_and_carriage_returns(self, write):
-        data = write("train.csv", '\ufeffid,text,label\r\n7,"two\r\nlines, ""so""",good\r\n9,x,bad\r\n')
-        write("dev.csv.gz", "text,label\nx, good \n")
+    def test_quotes_newlines_byte_order_mark_and_carriage_returns(self, write_data):
+        data = write_data("train.csv", '\ufeffid,text,label\r\n7,"two\r\nlines, ""so""",good\r\n9,x,bad\r\n')
+        write_data("dev.csv.gz", "text,label\nx, good \n")
         loaded = CLASSES.load(data)
         assert loaded["train"][:] == {"id": ["7", "9"], "text": ['two\r\nlines, "so"', "x"], "label": [1, 0]}
         assert loaded["validation"]["label"][:] == [1] and loaded["train"].features["label"].names == ["bad", "good"]
@@ -50,10 +38,10 @@ class TestFiles:
         with pytest.raises(ValueError, match="train.parquet: not a Parquet file"):
             CLASSES.load(str(tmp_path))
 
-    def test_other_columns_and_numbers(self, write):
-        data = write("train.tsv", "review\treply\tstars\tlabel\na\tc\t1.5\tx\nb\td\t-2\tx\n")
-        write("val.jsonl.xz", '{"review": "a", "reply": "c", "stars": 3}\n')
-        write("test.jsonl", '{"review": "a", "reply": "c"}\n')
+    def test_other_columns_and_numbers(self, write_data):
+        data = write_data("train.tsv", "review\treply\tstars\tlabel\na\tc\t1.5\tx\nb\td\t-2\tx\n")
+        write_data("val.jsonl.xz", '{"review": "a", "reply": "c", "stars": 3}\n')
+        write_data("test.jsonl", '{"review": "a", "reply": "c"}\n')
         columns = {"text_column": "review", "text_pair_column": "reply", "label_column": "stars"}
         loaded = NUMBERS.load(data, **columns)
         assert loaded["train"]["text_pair"][:] == ["c", "d"] and loaded["train"]["label"][:] == [1.5, -2.0]
@@ -61,32 +49,32 @@ class TestFiles:
         with pytest.raises(ValueError, match="no column reviw; did you mean 'review'.*--text_column"):
             NUMBERS.load(data, **columns | {"text_column": "reviw"})
 
-    def test_minus_one_may_be_a_label(self, write):
-        data = write("train.jsonl", lines(("x", -1), ("y", 0), ("z", 1)))
-        write("test.jsonl", lines(("x", -1), ("y", 0)))
+    def test_minus_one_may_be_a_label(self, write_data):
+        data = write_data("train.jsonl", lines(("x", -1), ("y", 0), ("z", 1)))
+        write_data("test.jsonl", lines(("x", -1), ("y", 0)))
         assert CLASSES.load(data)["test"]["label"][:] == [0, 1]
         assert NUMBERS.load(data)["test"]["label"][:] == [-1.0, 0.0]
-        write("train.jsonl", lines(("y", 0), ("z", 1), ("u", 1)))
+        write_data("train.jsonl", lines(("y", 0), ("z", 1), ("u", 1)))
         assert "label" not in CLASSES.load(data)["test"].column_names
 
-    def test_splits(self, write):
-        data = write("reviews.csv", "text,label\n")
+    def test_splits(self, write_data):
+        data = write_data("reviews.csv", "text,label\n")
         assert CLASSES.splits(data) == CLASSES.splits(f"{data}/reviews.csv") == ["train", "validation"]
-        write("test.csv", "text,label\n")
+        write_data("test.csv", "text,label\n")
         assert CLASSES.splits(data) == ["test", "reviews", "validation"]
-        write("valid.csv", "text,label\n")
+        write_data("valid.csv", "text,label\n")
         assert CLASSES.splits(data) == ["validation", "test", "reviews"]
 
-    def test_the_classes_are_those_of_the_split_to_train_on(self, write):
-        data = write("a.jsonl", lines(("x", "b"), ("y", "c")))
-        write("b.jsonl", lines(("x", "a"), ("y", "b")))
+    def test_the_classes_are_those_of_the_split_to_train_on(self, write_data):
+        data = write_data("a.jsonl", lines(("x", "b"), ("y", "c")))
+        write_data("b.jsonl", lines(("x", "a"), ("y", "b")))
         loaded = CLASSES.load(data, ["b"], train_split="b")["b"]
         assert loaded.features["label"].names == ["a", "b"]
         with pytest.raises(ValueError, match="b.jsonl: row 1, field 'label': unknown label 'a'"):
             CLASSES.load(data, ["b"], train_split="a")
 
-    def test_a_part_of_each_class_is_held_out(self, write, caplog):
-        data = write("train.jsonl", lines(*((f"t{i}", "rare" if i % 5 else "common") for i in range(50))))
+    def test_a_part_of_each_class_is_held_out(self, write_data, caplog):
+        data = write_data("train.jsonl", lines(*((f"t{i}", "rare" if i % 5 else "common") for i in range(50))))
         with caplog.at_level(logging.WARNING):
             loaded, again = CLASSES.load(data), CLASSES.load(data)
         assert "5 of 50 examples of 'train', drawn with seed 0, are held out" in caplog.text
@@ -95,11 +83,9 @@ class TestFiles:
         assert loaded["validation"]["text"][:] == again["validation"]["text"][:]
         assert loaded["validation"]["text"][:] != CLASSES.load(data, split_seed=1)["validation"]["text"][:]
         # Another split to evaluate on: none is needed.
-        write("other.jsonl", lines(("x", "rare")))
-        assert {name: len(rows) for name, rows in CLASSES.load(data, ["train", "other"]).items()} == {
-            "train": 50,
-            "other": 1,
-        }
+        write_data("other.jsonl", lines(("x", "rare")))
+        sizes = {name: len(rows) for name, rows in CLASSES.load(data, ["train", "other"]).items()}
+        assert sizes == {"train": 50, "other": 1}
 
 
 class TestMistakes:
@@ -113,9 +99,9 @@ class TestMistakes:
             ([("x", "good"), ("y", "bad"), ("z", ["good"])], r"row 3, field 'label': \['good'\] is not a label"),
         ],
     )
-    def test_rows(self, write, caplog, rows, message):
-        data = write("train.jsonl", lines(*rows))
-        write("dev.jsonl", lines(("x", "good"), ("y", "goood")))
+    def test_rows(self, write_data, caplog, rows, message):
+        data = write_data("train.jsonl", lines(*rows))
+        write_data("dev.jsonl", lines(("x", "good"), ("y", "goood")))
         with pytest.raises(ValueError, match=f"train.jsonl: {message}"):
             CLASSES.load(data)
         with caplog.at_level(logging.WARNING):
@@ -124,9 +110,9 @@ class TestMistakes:
         assert "row 2, field 'label': unknown label 'goood'; did you mean 'good'?" in caplog.text
 
     @pytest.mark.parametrize("label", ["high", "nan", "inf", "1e39", None, True])
-    def test_numbers(self, write, label):
+    def test_numbers(self, write_data, label):
         with pytest.raises(ValueError, match="train.jsonl: row 2, field 'label': .* is not a finite number"):
-            NUMBERS.load(write("train.jsonl", lines(("x", 1), ("y", label))))
+            NUMBERS.load(write_data("train.jsonl", lines(("x", 1), ("y", label))))
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -142,19 +128,19 @@ class TestMistakes:
             (b"text,label\ncaf\xe9,a\n", "not UTF-8"),
         ],
     )
-    def test_files(self, write, content, message):
+    def test_files(self, write_data, content, message):
         with pytest.raises(ValueError, match=f"train.csv: .*{message}"):
-            CLASSES.load(write("train.csv", content))
+            CLASSES.load(write_data("train.csv", content))
 
-    def test_places(self, write):
+    def test_places(self, write_data):
         with pytest.raises(ValueError, match="--data FILE"):
             CLASSES.splits(None)
         with pytest.raises(FileNotFoundError, match="no file or folder 'nothing'.*hub:owner/name"):
             CLASSES.splits("nothing")
         with pytest.raises(ValueError, match="its name must end in .tsv"):
-            CLASSES.splits(write("train.txt", "") + "/train.txt")
+            CLASSES.splits(write_data("train.txt", "") + "/train.txt")
         with pytest.raises(ValueError, match="'train' is missing in .*; available: test"):
-            CLASSES.load(write("test.csv", "text,label\n"))
+            CLASSES.load(write_data("test.csv", "text,label\n"))
         with pytest.raises(OSError, match="nobody/nothing from the Hub"):
             CLASSES.splits("hub:nobody/nothing")
 
@@ -182,10 +168,10 @@ def test_a_dataset_of_the_hub(on_the_hub):
     assert "label" not in loaded["test"].column_names
 
 
-def test_finetuning_and_search(write, checkpoints, task_data, tmp_path, said):
+def test_finetuning_and_search(write_data, checkpoints, task_data, tmp_path, said):
     """The commands of docs/finetune.md, with classes that can be told apart by a word."""
     rows = [f"w{i % 7} w2 {'yes' if i % 2 else 'w3'},{'good' if i % 2 else 'bad'}\n" for i in range(60)]
-    data = write("reviews.csv", "review,verdict\n" + "".join(rows)) + "/reviews.csv"
+    data = write_data("reviews.csv", "review,verdict\n" + "".join(rows)) + "/reviews.csv"
     columns = f"--task text_classification --data {data} --text_column review --label_column verdict --max_length 32"
     training = "--max_steps 30 --learning_rate 3e-3 --use_cpu true --report_to none"
     run, found = tmp_path / "run", tmp_path / "found"

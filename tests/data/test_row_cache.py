@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from processes import SERVER
+from processes import SERVER, start
 from transformers import BertTokenizerFast
 
 from sparsebert.data.documents import Documents, load_documents
@@ -164,8 +164,7 @@ def build(path, cache, log, kill_after=None, start=None):
 
 
 def test_killed_while_it_is_written(text, tmp_path):
-    process = SERVER.Process(target=build, args=(text, tmp_path / "cache", tmp_path / "log", 60))
-    process.start()
+    process = start(build, text, tmp_path / "cache", tmp_path / "log", 60)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL and not list((tmp_path / "cache/sparsebert").glob("*.arrow"))
     found = build(text, tmp_path / "cache", tmp_path / "log")
@@ -176,9 +175,7 @@ def test_killed_while_it_is_written(text, tmp_path):
 def test_processes_that_start_together_build_it_once(text, tmp_path):
     barrier = SERVER.Barrier(3)
     arguments = (text, tmp_path / "cache", tmp_path / "log", None, barrier)
-    processes = [SERVER.Process(target=build, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
+    processes = [start(build, *arguments) for _ in range(3)]
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]

@@ -3,7 +3,6 @@ import logging
 
 import datasets
 import pytest
-from conftest import write_compressed
 
 from sparsebert.data.tasks import squad
 from sparsebert.data.tasks.squad import load, splits, write_submission
@@ -24,75 +23,75 @@ def squad_file(*questions, context=CONTEXT, **article):
     return {"version": "x", "data": [article | {"paragraphs": [{"context": context, "qas": list(questions)}]}]}
 
 
-def write(path, content):
-    write_compressed(path, content if isinstance(content, str) else json.dumps(content))
+@pytest.fixture
+def write(write_data):
+    """`write(name, content)`: a file with a JSON value, or with this text; returns its folder."""
+    return lambda name, content: write_data(name, content if isinstance(content, str) else json.dumps(content))
 
 
-def load_one(folder, *questions, name="squad", skip_bad=False, **fields):
-    write(folder / "dev.json", squad_file(*questions, **fields))
-    return load(name, str(folder), skip_bad=skip_bad)["validation"]
+@pytest.fixture
+def load_one(write):
+    """`load_one(*questions)`: the rows of a file with these questions, as the development set of a task."""
+
+    def make(*questions, name="squad", skip_bad=False, **fields):
+        return load(name, write("dev.json", squad_file(*questions, **fields)), skip_bad=skip_bad)["validation"]
+
+    return make
 
 
-def test_splits_of_a_folder_and_of_the_hub(tmp_path):
+def test_splits_of_a_folder_and_of_the_hub(write, tmp_path):
     for file in ("dev-v1.1.json", "train-v1.1.json.gz", "train_part7.json.xz", "dev-v2.0.json"):
-        write(tmp_path / file, squad_file(qa("1", answers=[answer("fox")])))
+        write(file, squad_file(qa("1", answers=[answer("fox")])))
     assert splits("squad", str(tmp_path)) == ["train", "validation", "dev-v2.0", "train_part7"]
     assert splits("squad_v2", str(tmp_path)) == ["validation", "dev-v1.1", "train-v1.1", "train_part7"]
     assert splits("squad") == splits("squad_v2", None) == ["train", "validation"]
 
 
-def test_only_the_splits_asked_for_are_opened(tmp_path):
-    write(tmp_path / "train.json", "broken")
-    write(tmp_path / "dev.json.xz", squad_file(qa("1", answers=[answer("fox")])))
-    write(tmp_path / "small.json.gz", squad_file(qa("1", answers=[answer("cat")])))
+def test_only_the_splits_asked_for_are_opened(write, tmp_path):
+    write("train.json", "broken")
+    write("dev.json.xz", squad_file(qa("1", answers=[answer("fox")])))
+    write("small.json.gz", squad_file(qa("1", answers=[answer("cat")])))
     loaded = load("squad", str(tmp_path), ["small", "validation"])
-    assert {split: rows["answers"][0][0]["text"] for split, rows in loaded.items()} == {
-        "small": "cat",
-        "validation": "fox",
-    }
+    texts = {split: rows["answers"][0][0]["text"] for split, rows in loaded.items()}
+    assert texts == {"small": "cat", "validation": "fox"}
     with pytest.raises(ValueError, match="split 'other' is missing in .*; available: train, validation, small"):
         load("squad", str(tmp_path), ["other"])
     with pytest.raises(ValueError, match="split 'test' is missing in rajpurkar/squad; available: train, validation"):
         load("squad", splits=["test"])
 
 
-def test_folder_with_parts_only_needs_the_names(tmp_path):
-    write(tmp_path / "part.json", squad_file(qa("1", answers=[answer("fox")])))
+def test_folder_with_parts_only_needs_the_names(write, tmp_path):
+    write("part.json", squad_file(qa("1", answers=[answer("fox")])))
     with pytest.raises(ValueError, match="none of train, validation, test is there; available splits: part"):
         load("squad", str(tmp_path))
 
 
-def test_columns(tmp_path):
-    (row,) = load_one(tmp_path, qa("1", answers=[answer("red fox"), answer("fox")]), title="Foxes")
-    assert row == {
-        "id": "1",
-        "title": "Foxes",
-        "question": "Who ran?",
-        "context": CONTEXT,
-        "answers": [{"text": "red fox", "answer_start": 4}, {"text": "fox", "answer_start": 8}],
-    }
+def test_columns(load_one):
+    (row,) = load_one(qa("1", answers=[answer("red fox"), answer("fox")]), title="Foxes")
+    answers = [{"text": "red fox", "answer_start": 4}, {"text": "fox", "answer_start": 8}]
+    assert row == qa("1", title="Foxes", context=CONTEXT, answers=answers)
 
 
-def test_v2_without_titles(tmp_path):
+def test_v2_without_titles(load_one):
     questions = (
         qa("1", answers=[answer("fox")], is_impossible=False),
         qa("2", answers=[], is_impossible=True, plausible_answers=[answer("cat")]),
     )
-    rows = load_one(tmp_path, *questions, name="squad_v2")
+    rows = load_one(*questions, name="squad_v2")
     assert rows["title"][:] == ["", ""]
     assert [len(answers) for answers in rows["answers"]] == [1, 0]
 
 
-def test_unlabeled_file_has_no_answers(tmp_path):
-    write(tmp_path / "test-v1.1.json", squad_file(qa("1"), qa("2")))
+def test_unlabeled_file_has_no_answers(write, tmp_path):
+    write("test-v1.1.json", squad_file(qa("1"), qa("2")))
     rows = load("squad", str(tmp_path))["test"]
     assert rows.column_names == ["id", "title", "question", "context"]
 
 
-def test_answers_lose_surrounding_whitespace(tmp_path):
+def test_answers_lose_surrounding_whitespace(load_one):
     start = CONTEXT.index("red")
     answers = [{"text": " red fox", "answer_start": start - 1}, {"text": "red ", "answer_start": start}]
-    (row,) = load_one(tmp_path, qa("1", answers=answers))
+    (row,) = load_one(qa("1", answers=answers))
     assert row["answers"] == [{"text": "red fox", "answer_start": start}, {"text": "red", "answer_start": start}]
 
 
@@ -113,37 +112,36 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("question", "field", "message"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
-def test_bad_rows(tmp_path, question, field, message, caplog):
+def test_bad_rows(load_one, question, field, message, caplog):
     questions = (qa("1", answers=[answer("fox")]), question, qa("9", answers=[answer("cat")]))
     with pytest.raises(ValueError, match=rf"dev.json: row 2, field '{field}': .*{message}"):
-        load_one(tmp_path, *questions)
+        load_one(*questions)
     with caplog.at_level(logging.WARNING):
-        assert load_one(tmp_path, *questions, skip_bad=True)["id"][:] == ["1", "9"]
+        assert load_one(*questions, skip_bad=True)["id"][:] == ["1", "9"]
     assert f"skipped 1 of 3 rows, the first: row 2, field '{field}'" in caplog.text
 
 
-def test_repeated_ids_are_replaced_by_numbers(tmp_path, caplog):
-    questions = [qa("1", answers=[answer("fox")]), qa("1", answers=[answer("cat")])]
+def test_repeated_ids_are_replaced_by_numbers(load_one, caplog):
     with caplog.at_level(logging.WARNING):
-        assert load_one(tmp_path, *questions)["id"][:] == ["0", "1"]
+        assert load_one(*(qa("1", answers=[answer(text)]) for text in ("fox", "cat")))["id"][:] == ["0", "1"]
     assert "ids occur more than once" in caplog.text
 
 
-def test_answers_that_are_all_empty_are_no_labels(tmp_path):
+def test_answers_that_are_all_empty_are_no_labels(load_one):
     secret = [{"text": "", "answer_start": 0}]
-    assert "answers" not in load_one(tmp_path, qa("1", answers=secret), qa("2", answers=secret)).column_names
+    assert "answers" not in load_one(qa("1", answers=secret), qa("2", answers=secret)).column_names
     with pytest.raises(ValueError, match="row 1, field 'answers': question '1' has an empty answer"):
-        load_one(tmp_path, qa("1", answers=secret), qa("2", answers=[answer("fox")]))
+        load_one(qa("1", answers=secret), qa("2", answers=[answer("fox")]))
 
 
-def test_bad_rows_of_v2_and_of_the_context(tmp_path):
+def test_bad_rows_of_v2_and_of_the_context(load_one):
     contradiction = qa("7", answers=[], is_impossible=False)
     with pytest.raises(ValueError, match="row 1, field 'is_impossible': question '7' has 0 answers, but False"):
-        load_one(tmp_path, contradiction, name="squad_v2")
+        load_one(contradiction, name="squad_v2")
     with pytest.raises(ValueError, match="row 1, field 'context': question '7' has an empty context"):
-        load_one(tmp_path, qa("7", answers=[]), name="squad_v2", context="\n")
+        load_one(qa("7", answers=[]), name="squad_v2", context="\n")
     with pytest.raises(ValueError, match="no usable rows, 1 bad"):
-        load_one(tmp_path, contradiction, name="squad_v2", skip_bad=True)
+        load_one(contradiction, name="squad_v2", skip_bad=True)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +158,8 @@ def test_bad_rows_of_v2_and_of_the_context(tmp_path):
         ({"data": []}, "no usable rows"),
     ],
 )
-def test_files_in_another_layout(tmp_path, content, message):
-    write(tmp_path / "train.json", content)
+def test_files_in_another_layout(write, tmp_path, content, message):
+    write("train.json", content)
     for skip_bad in (False, True):
         with pytest.raises(ValueError, match=rf"train.json: .*{message}"):
             load("squad", str(tmp_path), skip_bad=skip_bad)
@@ -187,10 +185,8 @@ def test_layout_of_the_hub(monkeypatch):
 
 def test_submission(tmp_path):
     nbest = [{"text": "caf\u00e9", "probability": 1.0, "start_logit": 0.5, "end_logit": 0.5}]
-    rows = [
-        {"id": "1", "prediction": "caf\u00e9", "null_odds": -1.5, "nbest": nbest},
-        {"id": "2", "prediction": "", "null_odds": 2.0, "nbest": nbest},
-    ]
+    values = {"1": ("caf\u00e9", -1.5), "2": ("", 2.0)}
+    rows = [{"id": key, "prediction": text, "null_odds": odds, "nbest": nbest} for key, (text, odds) in values.items()]
     file = write_submission("squad_v2", "validation", rows, tmp_path / "new")
     assert file == tmp_path / "new" / "predictions_validation.json"
     assert file.read_text(encoding="utf-8") == '{"1": "caf\u00e9", "2": ""}\n'

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 import torch
 from conftest import tokenizer_of, write_compressed
-from processes import SERVER
+from processes import start
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
@@ -67,16 +67,9 @@ def unmasked(rows):
 
 
 def loader_of(source, tokenizer, workers=0, rank=0, world_size=1, nsp=False, **settings):
-    settings = {
-        "shuffle_buffer": 40,
-        "split": "all",
-        "collator": unmasked,
-        "batch_size": 4,
-        "max_length": 16,
-    } | settings
-    stream = RowStream(
-        open_documents(source), tokenizer, nsp=nsp, rank=rank, world_size=world_size, seed=1, **settings
-    )
+    common = {"split": "all", "collator": unmasked, "batch_size": 4, "max_length": 16, "shuffle_buffer": 40, "seed": 1}
+    settings = common | {"nsp": nsp, "rank": rank, "world_size": world_size} | settings
+    stream = RowStream(open_documents(source), tokenizer, **settings)
     arguments = TrainingArguments("unused", use_cpu=True, dataloader_num_workers=workers)
     return StreamLoader(stream, arguments, torch.Generator())
 
@@ -99,20 +92,21 @@ def test_documents_are_those_of_files_in_memory(tmp_path, ending):
 
 
 @pytest.mark.parametrize(
-    ("ending", "workers", "nsp", "stops"),
+    ("ending", "workers", "nsp", "processes", "stops"),
     [
-        (".txt", 0, False, ((1, 2), (9, 10), (7, 31), (20, 33))),
-        (".txt", 0, True, ((5, 6), (17, 39))),
-        (".txt", 2, False, ((1, 2), (7, 30))),
-        (".txt", 2, True, ((9, 30),)),
-        (".jsonl.gz", 0, False, ((7, 31),)),
-        (".parquet", 0, False, ((1, 2), (9, 10), (7, 31), (20, 33))),
-        (".parquet", 2, True, ((9, 30),)),
+        (".txt", 0, False, 2, ((1, 2), (7, 31), (20, 33))),
+        (".txt", 0, False, 3, ((9, 10), (7, 31))),
+        (".txt", 0, True, 3, ((5, 6), (17, 39))),
+        (".txt", 2, False, 2, ((7, 30),)),
+        (".txt", 2, True, 3, ((9, 30),)),
+        (".jsonl.gz", 0, False, 2, ((7, 31),)),
+        (".parquet", 0, False, 2, ((9, 10), (7, 31))),
+        (".parquet", 0, False, 3, ((1, 2), (20, 33))),
+        (".parquet", 2, True, 2, ((9, 30),)),
     ],
 )
-@pytest.mark.parametrize("processes", [2, 3])
 def test_resumed_twice_the_ledger_is_that_of_an_uninterrupted_run(
-    tokenizer, tmp_path, ending, workers, nsp, stops, processes
+    tokenizer, tmp_path, ending, workers, nsp, processes, stops
 ):
     """Over the end of an epoch, on one of several processes, from anywhere in what is shuffled at once."""
     source = write_shards(tmp_path / "text", ending)
@@ -159,9 +153,7 @@ def test_epochs_have_other_orders(text_shards, tokenizer):
     collator = pretraining_collator(tokenizer, seed=0)
     stream = RowStream(open_documents(text_shards), tokenizer, 16, collator=collator, **settings)
     (_, place, first), (_, _, second) = itertools.islice(stream, 2)
-    texts = [
-        torch.where(batch["labels"] < 0, batch["input_ids"], batch["labels"]).tolist() for batch in (first, second)
-    ]
+    texts = [torch.where(each["labels"] < 0, each["input_ids"], each["labels"]).tolist() for each in (first, second)]
     assert texts[0] != texts[1] and abs(len(texts[0]) - len(texts[1])) < 5
     words = [Counter(itertools.chain(*rows)) for rows in texts]
     assert sum((words[0] - words[1]).values()) < 0.1 * words[0].total()
@@ -329,27 +321,20 @@ def recipe_of(source, folder, workers=0, **data):
     return {"data": common | data, "model": model, "training": training}
 
 
-class Ledger:
-    """Writes the rows of every batch that the model is trained on to a file, and may kill the process at a step."""
-
-    def __init__(self, path, kill_at=None):
-        class Trainer(SparseBertTrainer):
-            def training_step(self, model, inputs, *args, **kwargs):
-                if self.state.global_step == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                with open(path, "a") as file:
-                    file.write(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]) + "\n")
-                return super().training_step(model, inputs, *args, **kwargs)
-
-        self.trainer = Trainer
-
-
 def run_with_ledger(recipe, path, kill_at=None):
-    pretraining_run.SparseBertTrainer = Ledger(path, kill_at).trainer
-    try:
+    """Write the rows of every batch that the model is trained on to a file; the process may be killed at a step."""
+
+    class Trainer(SparseBertTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if self.state.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with open(path, "a") as file:
+                file.write(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]) + "\n")
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretraining_run, "SparseBertTrainer", Trainer)
         pretrain(recipe)
-    finally:
-        pretraining_run.SparseBertTrainer = SparseBertTrainer
 
 
 def ledger_of(path):
@@ -370,8 +355,7 @@ def test_killed_and_resumed_equals_the_uninterrupted_run(text_shards, tmp_path, 
     begun, found = 0, []
     for kill_at in (4, 8):
         path = tmp_path / f"ledger-{kill_at}"
-        process = SERVER.Process(target=run_with_ledger, args=(recipe, path, kill_at))
-        process.start()
+        process = start(run_with_ledger, recipe, path, kill_at)
         process.join(120)
         assert process.exitcode == -signal.SIGKILL
         recipe["data"]["resume"] = True
@@ -393,20 +377,17 @@ def test_resuming_with_other_readers_is_refused(text_shards, tmp_path):
         pretrain(recipe | {"training": recipe["training"] | training})
 
 
-@pytest.mark.parametrize(
-    ("section", "changed", "message"),
-    [
+def test_wrong_fields_are_refused(text_shards, tmp_path):
+    for section, changed, message in (
         ("training", {"max_steps": -1}, "streaming true needs max_steps, .* got -1"),
         ("data", {"max_tokens": 1000}, "max_tokens 1000 has no meaning with streaming true"),
         ("data", {"text": "builtin"}, "text 'builtin' cannot be streamed"),
         ("data", {"shuffle_buffer": 0}, "shuffle_buffer must be an integer of at least 1, got 0"),
         ("data", {"streaming": False, "text": "builtin"}, "shuffle_buffer 30 has no meaning without streaming"),
         ("data", {"text": "nowhere/*.txt"}, r"no such file: 'nowhere/\*.txt'"),
-    ],
-)
-def test_wrong_fields_are_refused(text_shards, tmp_path, section, changed, message):
-    recipe = recipe_of(text_shards, tmp_path / "run")
-    recipe[section] |= changed
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        pretrain(recipe)
+    ):
+        recipe = recipe_of(text_shards, tmp_path / "run")
+        recipe[section] |= changed
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            pretrain(recipe)
     assert not (tmp_path / "run").exists()

@@ -28,17 +28,11 @@ TABLE = b"a\tb\nx\ty\n"
 
 
 @pytest.fixture
-def write(tmp_path):
-    """`write(name, text)`: a file of these bytes or this text, compressed as its name says; returns its path."""
-    return lambda name, text: write_compressed(tmp_path / name, text)
-
-
-@pytest.fixture
-def read(write):
-    """`read(name, text)`: header and rows of such a file."""
+def read(tmp_path):
+    """`read(name, text)`: header and rows of a file of this text or these bytes, compressed as its name says."""
 
     def make(name, text):
-        table = open_table(write(name, text))
+        table = open_table(write_compressed(tmp_path / name, text))
         return table.header, list(table.rows)
 
     return make
@@ -69,12 +63,12 @@ def test_choose_sources(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-def test_encoding(write, suffix):
+def test_encoding(tmp_path, read, suffix):
     for mark in ("", "\ufeff"):
-        with open_text(write(f"a.tsv{suffix}", f"{mark}\u00e9\r\nb")) as file:
+        with open_text(write_compressed(tmp_path / f"a.tsv{suffix}", f"{mark}\u00e9\r\nb")) as file:
             assert file.read() == "\u00e9\r\nb"
     with pytest.raises(ValueError, match=f"b.tsv{suffix}: not UTF-8 text"):
-        list(open_table(write(f"b.tsv{suffix}", b"a\tb\nx\t\xff\n")).rows)
+        read(f"b.tsv{suffix}", b"a\tb\nx\t\xff\n")
 
 
 @pytest.mark.parametrize("damage", [lambda data, pack: data, lambda data, pack: pack(data * 99)[:-20]])
@@ -95,8 +89,9 @@ class TestRows:
             (5, {"id": "3", "text": ""}),
         ]
 
-    def test_without_header(self, write):
-        assert list(open_table(write("a.tsv.gz", "x\ty"), ["a", "b"]).rows) == [(1, {"a": "x", "b": "y"})]
+    def test_without_header(self, tmp_path):
+        path = write_compressed(tmp_path / "a.tsv.gz", "x\ty")
+        assert list(open_table(path, ["a", "b"]).rows) == [(1, {"a": "x", "b": "y"})]
 
     def test_comma_separated_text_is_quoted(self, read):
         header, rows = read("a.csv", 'id,text\n1,"two\nlines, ""so"""\n2,x\ty\n')
@@ -117,10 +112,12 @@ class TestRows:
         assert isinstance(short, BadRow) and short.field is None
 
     def test_json_lines(self, read):
-        header, rows = read("a.jsonl.xz", '{"a": "\u2028"}\n\n{"a"\n[1]\n{"b": 2}')
+        deep = "[" * 100_000
+        header, rows = read("a.jsonl.xz", f'{{"a": "\u2028"}}\n\n{{"a"\n[1]\n{{"b": 2}}\n{deep}')
         assert header == ["a", "b"] and rows[0] == (1, {"a": "\u2028"}) and rows[3] == (5, {"b": 2})
         assert rows[1][0] == 3 and "not valid JSON" in str(rows[1][1])
         assert rows[2][0] == 4 and str(rows[2][1]) == "not a JSON object but list"
+        assert rows[4][0] == 6 and str(rows[4][1]) == "nested too deeply"
 
     def test_json_list(self, read):
         _, ((number, row), (_, bad)) = read("a.json.gz", json.dumps([{"a": 1}, 2], indent=1))

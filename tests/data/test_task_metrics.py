@@ -2,15 +2,14 @@
 
 import importlib
 import multiprocessing
-import time
 
 import datasets
 import evaluate
 import pytest
 from transformers import BertConfig, BertForSequenceClassification, pipeline
 
-from sparsebert.data.tasks import TASKS, classification, squad_metrics
-from sparsebert.data.tasks.task_metrics import METRICS, TaskMetric
+from sparsebert.data.tasks import TASKS
+from sparsebert.data.tasks.task_metrics import METRICS
 
 
 CLASSES = ([0, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 1])
@@ -21,31 +20,17 @@ TEXTS = (
 )
 # Examples by type of prediction.
 EXAMPLES = {"int64": CLASSES, "float64": NUMBERS, "string": TEXTS}
-FUNCTIONS = {
-    "accuracy": classification.accuracy,
-    "accuracy_and_f1": classification.accuracy_and_f1,
-    "accuracy_and_macro_f1": classification.accuracy_and_macro_f1,
-    "matthews": classification.matthews,
-    "correlations": classification.correlations,
-    "squad": lambda *pair: squad_metrics.metrics("squad", *pair),
-    "squad_v2": lambda *pair: squad_metrics.metrics("squad_v2", *pair),
-}
 
 
-def examples(name, count=None):
-    predictions, references = EXAMPLES[METRICS[name].prediction.dtype]
-    if count is None:
-        return predictions, references
-    return [(side * count)[:count] for side in (predictions, references)]
+def examples(name):
+    return EXAMPLES[METRICS[name].prediction.dtype]
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """An empty cache folder of `evaluate`."""
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path / "metrics"))
-    monkeypatch.setattr(
-        importlib.import_module("evaluate.module").config, "HF_METRICS_CACHE", str(tmp_path / "metrics")
-    )
+    for module in (evaluate, importlib.import_module("evaluate.module")):
+        monkeypatch.setattr(module.config, "HF_METRICS_CACHE", str(tmp_path / "metrics"))
     return tmp_path / "metrics"
 
 
@@ -56,8 +41,6 @@ def test_the_numbers_are_those_of_the_function(name, cache):
     expected = metric.score(predictions, references)
     assert expected.keys() <= set(metric.score_names)
     assert metric.compute(predictions=predictions, references=references) == expected
-    if name in FUNCTIONS:
-        assert FUNCTIONS[name](predictions, references) == expected
     # In two batches, and again.
     for _ in range(2):
         metric.add_batch(predictions=predictions[:2], references=references[:2])
@@ -67,12 +50,10 @@ def test_the_numbers_are_those_of_the_function(name, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_a_metric(task):
-    metric = TASKS[task].load_metric()
-    assert isinstance(metric, TaskMetric)
-    predictions, references = examples(TASKS[task].metric)
-    assert TASKS[task].main_metric in metric.compute(predictions=predictions, references=references)
+def test_every_task_has_a_metric():
+    for task in TASKS.values():
+        predictions, references = examples(task.metric)
+        assert task.main_metric in task.load_metric().compute(predictions=predictions, references=references)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -90,42 +71,22 @@ def test_combine():
     assert values["accuracy_accuracy"] == values["matthews_accuracy"] == pytest.approx(5 / 6)
 
 
-@pytest.mark.parametrize("given", ["folder", "model"])
-def test_evaluator(word_tokenizer, tmp_path, given):
-    """With a model or its folder: `evaluate` 0.4.6 fails on the pipelines of Transformers 5."""
+def test_evaluator(word_tokenizer):
+    """With a model: `evaluate` 0.4.6 fails on the pipelines of Transformers 5."""
     config = BertConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
     model = BertForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path / "model")
-    word_tokenizer.save_pretrained(tmp_path / "model")
     texts = [f"w{i} w{i + 1}" for i in range(9)]
     answers = pipeline("text-classification", model, tokenizer=word_tokenizer)(texts)
     labels = [int(answer["label"].removeprefix("LABEL_")) for answer in answers]
     labels[0] = (labels[0] + 1) % 3
     values = evaluate.evaluator("text-classification").compute(
-        model_or_pipeline=str(tmp_path / "model") if given == "folder" else model,
+        model_or_pipeline=model,
         tokenizer=word_tokenizer,
         data=datasets.Dataset.from_dict({"text": texts, "label": labels}),
         metric=METRICS["accuracy_and_macro_f1"](),
         label_mapping={f"LABEL_{index}": index for index in range(3)},
     )
     assert values["accuracy"] == pytest.approx(8 / 9) and 0 < values["macro_f1"] < 1
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_the_module_costs_little(name):
-    """At most a few tenths of a second more than the function for 10,000 predictions."""
-    predictions, references = examples(name, 10_000)
-    metric = METRICS[name]()
-    metric.compute(predictions=predictions[:10], references=references[:10])
-
-    def seconds(function, *args, **kwargs):
-        start = time.perf_counter()
-        function(*args, **kwargs)
-        return time.perf_counter() - start
-
-    alone = min(seconds(metric.score, predictions, references) for _ in range(3))
-    module = min(seconds(metric.compute, predictions=predictions, references=references) for _ in range(3))
-    assert module - alone < 0.5
 
 
 def _compute_often():

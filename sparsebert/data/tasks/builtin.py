@@ -68,19 +68,9 @@ def load(
 
     The text is that of the installed versions, so results can only be compared within one environment.
 
-    Args:
-        data (`str`, *optional*): Not used: the task has no files.
-        splits (`Sequence[str]`, *optional*): Names of the splits to return, by default both.
-        skip_bad (`bool`, *optional*, defaults to `False`): Not used: the task has no malformed rows.
-        train_size (`int`, *optional*, defaults to 6000): Maximum number of training examples.
-        validation_size (`int`, *optional*, defaults to 1000): Maximum number of validation examples.
-        seed (`int`, *optional*, defaults to 0): Seed of the split and of the order.
-        labels (`Sequence[str]`, *optional*): Packages to tell apart, at least two of `PACKAGES`.
-        documents (`Sequence[Document]`, *optional*): Documents to use instead of the built-in corpus.
-
-    Returns:
-        `datasets.DatasetDict`: Splits `train` and `validation` with the columns `id`, `text`, `label` (a `ClassLabel`)
-        and `module`.
+    `train_size` and `validation_size` are the most examples of a split, `seed` that of the split and of the order,
+    `labels` the packages to tell apart, and `documents` come in place of the built-in corpus. The columns are `id`,
+    `text`, `label` (a `ClassLabel`) and `module`; `data` and `skip_bad` are not used.
     """
     import datasets
 

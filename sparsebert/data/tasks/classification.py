@@ -20,15 +20,8 @@ def text_types(label: Any) -> dict[str, Any]:
 
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
     """
-    Tokenize the examples. A pair that is too long loses tokens at the end of its longer text.
-
-    Args:
-        examples (`datasets.Dataset`): Column `text`; `text_pair` and `label` if there are any.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        options (`Any`): `options.max_length` is the maximum number of tokens, special tokens included.
-
-    Returns:
-        `datasets.Dataset`: The inputs without padding, and `labels` if the examples have a `label`.
+    The inputs, without padding, of at most `options.max_length` tokens: a pair that is too long loses the end of its
+    longer text. With `labels` if there are any.
     """
 
     def tokenize(batch):
@@ -53,16 +46,8 @@ def decode(
     outputs: np.ndarray, features: "datasets.Dataset", examples: "datasets.Dataset", options: Any
 ) -> list[dict[str, Any]]:
     """
-    Turn the outputs of a model into predictions: the class with the largest logit, or the number of a regression.
-
-    Args:
-        outputs (`np.ndarray` of shape `(num_examples, num_labels)`): Logits; a single label means regression.
-        features (`datasets.Dataset`): Not used: every example is one row.
-        examples (`datasets.Dataset`): The examples.
-        options (`Any`): Not used.
-
-    Returns:
-        `list[dict]`: For each example its `id` and its `prediction`, an `int` or a `float`.
+    For each example its `id` and `prediction`: of outputs `(num_examples, num_labels)` the class with the largest
+    logit, or with a single label the number of a regression.
     """
     outputs = np.asarray(outputs)
     predictions = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(axis=1)

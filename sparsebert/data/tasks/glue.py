@@ -96,23 +96,15 @@ SUBMISSIONS: dict[tuple[str, str], str] = {
 HUB = "nyu-mll/glue"
 _MNLI_STEMS = {
     "train": "train",
-    "dev_matched": "validation_matched",
-    "validation_matched": "validation_matched",
-    "dev_mismatched": "validation_mismatched",
-    "validation_mismatched": "validation_mismatched",
-    "test_matched": "test_matched",
-    "test_mismatched": "test_mismatched",
-    "test_ax": "test_ax",
+    **{f"{stem}_{kind}": f"validation_{kind}" for kind in ("matched", "mismatched") for stem in ("dev", "validation")},
+    **{split: split for split in ("test_matched", "test_mismatched", "test_ax")},
 }
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
 _IDS = ("index", "idx", "id", "pairID")
 
 
 def splits(name: str, data: str | None = None) -> list[str]:
-    """
-    Names of the splits of a task, in a folder or on the Hub, which is not contacted: first those of `train`,
-    `validation` and `test` (for MNLI `validation_matched` etc.) that exist, then the other data files.
-    """
+    """Names of the splits of a task in a folder, or on the Hub, which is not contacted: first the canonical ones."""
     return list(_sources(name, data))
 
 
@@ -127,11 +119,9 @@ def _sources(name: str, data: str | None) -> dict[str, Source]:
             split: HubSplit(HUB, "ax", "test") if split == "test_ax" else HubSplit(HUB, name, split)
             for split in splits
         }
-    root = folder = Path(data)
-    if root.is_dir():
-        accepted = (GLUE[name].folder.lower(), name)
-        folders = (path for path in sorted(root.iterdir()) if path.name.lower() in accepted and path.is_dir())
-        folder = next(folders, root)
+    root, accepted = Path(data), (GLUE[name].folder.lower(), name)
+    inside = sorted(root.iterdir()) if root.is_dir() else []
+    folder = next((path for path in inside if path.name.lower() in accepted and path.is_dir()), root)
     files = find_files(folder, _stems(name))
     if name == "mnli":
         for diagnostic in filter(Path.is_dir, (root / "diagnostic", root / "AX")):
@@ -145,19 +135,11 @@ def load(
     name: str, data: str | None = None, splits: Sequence[str] | None = None, skip_bad: bool = False
 ) -> "datasets.DatasetDict":
     """
-    Load a task of GLUE.
+    Load a task, a key of [`GLUE`], from the Hub or from a folder `data`: GLUE's, with a folder for each task, or that
+    of the task. By default all canonical splits that exist are read.
 
-    Args:
-        name (`str`): Name of the task, a key of [`GLUE`].
-        data (`str`, *optional*): Folder with the files: GLUE's, with a folder for each task, or that of the task. By
-            default the Hub.
-        splits (`Sequence[str]`, *optional*): Splits to read, by default all canonical ones that exist.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning. Rows of test sets are
-            never skipped.
-
-    Returns:
-        `datasets.DatasetDict`: Splits with the columns `id`, `text`, `text_pair` (for pairs) and `label`: a
-        `ClassLabel`, or for STS-B a number from 0 to 5. Splits without labels lack this column.
+    Their columns are `id`, `text`, `text_pair` (for pairs) and, where there are labels, `label`: a `ClassLabel`, or
+    for STS-B a number from 0 to 5. Malformed rows of test sets are refused even with `skip_bad`.
     """
     import datasets
 

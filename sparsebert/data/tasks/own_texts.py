@@ -89,22 +89,9 @@ def load(
     that names them. Without a split `validation`, a share of the training split is held out, of each class if it has
     enough examples.
 
-    Args:
-        name (`str`): `"text_classification"` or `"text_regression"`.
-        data (`str`, *optional*): A file; a folder with files named by their splits; or `"hub:owner/name"` or
-            `"hub:owner/name:config"`.
-        splits (`Sequence[str]`, *optional*): Splits to read, by default those of `train`, `validation` and `test`
-            that exist.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
-        train_split (`str`, *optional*, defaults to `"train"`): The split with the classes.
-        text_column, text_pair_column, label_column (`str`, *optional*): Names of the columns; by default `text`,
-            `text_pair` (if there is one) and `label`.
-        validation_share (`float`, *optional*, defaults to 0.1): Share of the examples that are held out.
-        split_seed (`int`, *optional*, defaults to 0): Seed of their choice.
-
-    Returns:
-        `datasets.DatasetDict`: Splits with the columns `id`, `text`, `text_pair` (for pairs) and `label`: a
-        `ClassLabel`, or a number. Test splits without labels lack this column.
+    `data` is a file, a folder with files named by their splits, `"hub:owner/name"` or `"hub:owner/name:config"`. The
+    columns are `id`, `text`, `text_pair` (for pairs) and `label`, a `ClassLabel` or a number, which test splits may
+    lack; in the files they have the names that are given, by default these.
     """
     import datasets
 

@@ -17,25 +17,14 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
     """
     Tokenize questions and contexts into windows.
 
-    A context that is too long for one window is spread over several windows, each starting with the whole question.
-    As in the fast tokenizers, `options.doc_stride` is the number of tokens shared by consecutive windows.
+    A context that is too long for one window is spread over several windows of `options.max_length` tokens, each
+    starting with the whole question, of at most `options.max_question_length` tokens. As in the fast tokenizers,
+    `options.doc_stride` is the number of tokens shared by consecutive windows.
 
-    Args:
-        examples (`datasets.Dataset`): A split of [`~sparsebert.data.tasks.squad.load`].
-        tokenizer (`PreTrainedTokenizerFast`): A tokenizer that begins with its CLS token and pads on the right.
-        options (`Any`):
-            Object with the attributes `max_length`, `max_question_length` (longer questions are truncated) and
-            `doc_stride`, in tokens.
-
-    Returns:
-        `datasets.Dataset`: One row per window, with
-
-        - `input_ids`, `token_type_ids` and `attention_mask` of shape `(num_tokens,)`;
-        - `start_positions` and `end_positions`, the first and last token of the first answer, or 0 (the CLS token) if
-          the window does not contain all of it; only if `examples` has answers;
-        - `example_index`, the row of `examples`;
-        - `offset_mapping` of shape `(num_tokens, 2)`, for each token its first character in the context and the one
-          after its last, -1 for tokens outside the context.
+    Each window has the inputs, `(num_tokens,)`; `start_positions` and `end_positions`, the first and last token of the
+    first answer, or 0 (the CLS token) if it does not contain all of it; `example_index`, the row of `examples`; and
+    `offset_mapping`, `(num_tokens, 2)`: the first character of each token in the context and the one after its last,
+    -1 for tokens outside the context.
     """
     import datasets
 
@@ -132,20 +121,13 @@ def decode(
     spans of all windows of a question compete. In v2.0 they compete with no answer, whose score is the lowest score of
     the CLS token in any window, because a window without the answer says nothing about the others.
 
-    Args:
-        name (`str`): `"squad"` or `"squad_v2"`.
-        outputs (`tuple[np.ndarray, np.ndarray]` of shape `(num_windows, num_tokens)`):
-            Logits of the first and the last token. Padding at the end is ignored.
-        features (`datasets.Dataset`): The windows, from [`encode`].
-        examples (`datasets.Dataset`): The split given to [`encode`].
-        options (`Any`):
-            Object with the attributes `n_best_size`, `max_answer_length` (in tokens) and, for v2.0,
-            `no_answer_threshold`: no answer is predicted if its score exceeds that of the best span by more than this.
+    `outputs` are the logits of the first and of the last token, `(num_windows, num_tokens)` each, whose padding at the
+    end is ignored. No answer is predicted if its score exceeds that of the best span, of at most
+    `options.max_answer_length` tokens, by more than `options.no_answer_threshold`.
 
-    Returns:
-        `list[dict]`: For each example its `id`, its `prediction` (a part of the context, `""` for no answer) and
-        `nbest`, dictionaries with `text`, `probability`, `start_logit` and `end_logit`, best first. For v2.0 also
-        `null_odds`, the score of no answer minus that of the best span, and `best_non_null`, the text of that span.
+    For each example: its `id`, its `prediction` (a part of the context, `""` for no answer) and `nbest`, dictionaries
+    with `text`, `probability`, `start_logit` and `end_logit`, best first. For v2.0 also `null_odds`, the score of no
+    answer minus that of the best span, and `best_non_null`, the text of that span.
     """
     start_logits, end_logits = outputs
     if not len(start_logits) == len(end_logits) == len(features):

@@ -39,20 +39,12 @@ def load(
     name: str, data: str | None = None, splits: Sequence[str] | None = None, skip_bad: bool = False
 ) -> "datasets.DatasetDict":
     """
-    Load SQuAD, from a folder or from the Hub.
+    Load `"squad"` (v1.1, every question has an answer) or `"squad_v2"`, from the Hub or from a folder `data` with
+    files in the official format, e.g. `dev-v2.0.json.gz`. By default all canonical splits that exist are read.
 
-    Args:
-        name (`str`): `"squad"` (v1.1, every question has an answer) or `"squad_v2"`.
-        data (`str`, *optional*):
-            Folder with files in the official format, e.g. `train-v1.1.json` or `dev-v2.0.json.gz`; by default the
-            Hub.
-        splits (`Sequence[str]`, *optional*): Splits to load, by default all canonical ones that exist.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed questions with a warning.
-
-    Returns:
-        `datasets.DatasetDict`: Splits with the columns `id`, `title`, `question`, `context` and `answers`: a list of
-        `{"text", "answer_start"}` without surrounding whitespace, with `answer_start` in characters; empty if the
-        question has no answer. Splits without answers, or with empty ones only, lack this column.
+    Their columns are `id`, `title`, `question`, `context` and `answers`: a list of `{"text", "answer_start"}` without
+    surrounding whitespace, with `answer_start` in characters; empty if the question has no answer. Splits without
+    answers, or with empty ones only, lack this column.
     """
     import datasets
 
@@ -171,9 +163,8 @@ def example() -> dict[str, str]:
 
 def write_submission(name: str, split: str, rows: Sequence[dict], path: str | Path) -> Path:
     """
-    Write the predictions in the format of the official evaluation script: e.g. `predictions_validation.json` and
-    `nbest_predictions_validation.json` in the folder `path`, which is created if missing, and for v2.0
-    `null_odds_validation.json` for the option `--na-prob-file` of the script. Returns the first of them.
+    Write `predictions_SPLIT.json`, which is returned, and `nbest_predictions_SPLIT.json` to a folder for the official
+    script, and for v2.0 `null_odds_SPLIT.json` for its option `--na-prob-file`.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,17 +50,11 @@ def load(
     data: str | None = None, splits: Sequence[str] | None = None, skip_bad: bool = False
 ) -> "datasets.DatasetDict":
     """
-    Load SWAG, or files in the format of SWAG or HellaSwag.
+    Load SWAG from the Hub, or a folder `data` with files in the format of SWAG or HellaSwag. By default all canonical
+    splits that exist are read.
 
-    Args:
-        data (`str`, *optional*): Folder with the files. By default the Hub.
-        splits (`Sequence[str]`, *optional*): Splits to read, by default all canonical ones that exist.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
-
-    Returns:
-        `datasets.DatasetDict`: Splits with the columns `id`, `context`, `start` (the beginning of the sentence to
-        complete; `""` if it is part of the context), `endings` (a list, of the same length in the whole split) and
-        `label`, the index of the correct ending. Splits without labels lack the last column.
+    Their columns are `id`, `context`, `start` (the beginning of the sentence to complete; `""` if it is part of the
+    context), `endings` (a list, of the same length in the whole split) and, where there are labels, `label`.
     """
     import datasets
 
@@ -131,17 +125,8 @@ def example() -> dict[str, str]:
 
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
     """
-    Tokenize, for each ending, the pair of the context and the sentence with that ending.
-
-    Args:
-        examples (`datasets.Dataset`): Columns `context`, `start` and `endings`; optionally `label`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        options (`Any`): `options.max_length` is the maximum number of tokens of a pair, special tokens included. A
-            pair that is too long loses tokens at the end of its longer text.
-
-    Returns:
-        `datasets.Dataset`: The inputs without padding, each a list with one item per ending, and `labels` if the
-        examples have a `label`.
+    The inputs, without padding, a list with one item per ending: the pair of the context and the sentence with that
+    ending. One of more than `options.max_length` tokens loses the end of its longer text.
     """
 
     def tokenize(batch):

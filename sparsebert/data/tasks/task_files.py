@@ -58,21 +58,12 @@ Place = TypeVar("Place")
 
 @dataclass
 class Table:
-    """
-    The rows of a split, to be read once.
-
-    Attributes:
-        source (`Path` or [`HubSplit`]): Where they come from.
-        header (`list[str]`): Names of the columns; those of a JSON file are the keys of its first 100 objects.
-        rows (`Iterator[tuple[int, dict | BadRow]]`): For each row its number (in a file of lines that of its first
-            line), counted from 1, and its fields, or what is wrong with it.
-        classes (`dict[str, list[str]]`): The names of the classes in the columns that have numbers for them.
-    """
+    """The rows of a split, to be read once."""
 
     source: Source
-    header: list[str]
-    rows: Iterator[tuple[int, Any]]
-    classes: dict[str, list[str]] = field(default_factory=dict)
+    header: list[str]  # names of the columns; those of a JSON file are the keys of its first objects
+    rows: Iterator[tuple[int, Any]]  # number (of the first line, counted from 1), and fields or the `BadRow`
+    classes: dict[str, list[str]] = field(default_factory=dict)  # names, for the columns with numbers of classes
 
     def first(self) -> dict[str, Any]:
         """The first row that is not malformed, which stays among the rows; empty if there is none."""
@@ -82,7 +73,7 @@ class Table:
             if not isinstance(item[1], BadRow):
                 break
         self.rows = chain(seen, self.rows)
-        return seen[-1][1] if seen and not isinstance(seen[-1][1], BadRow) else {}
+        return next((row for _, row in seen[-1:] if not isinstance(row, BadRow)), {})
 
     def find_columns(
         self, accepted: Mapping[str, Sequence[str]], split: str, unlabeled: Sequence[str] = UNLABELED
@@ -95,10 +86,8 @@ class Table:
             name: column for name, columns in accepted.items() for column in columns[::-1] if column in self.header
         }
         for column in found.values():
-            if self.header.count(column) > 1:
-                raise ValueError(
-                    f"{self.source}: row 1: the column {column!r} comes {self.header.count(column)} times"
-                )
+            if (count := self.header.count(column)) > 1:
+                raise ValueError(f"{self.source}: row 1: the column {column!r} comes {count} times")
         is_test = split.startswith("test")
         missing = [name for name in accepted if name not in found and not (is_test and name == "label")]
         if missing:
@@ -119,18 +108,8 @@ class Table:
 
 def find_files(folder: str | Path, names: Mapping[str, str]) -> dict[str, Path]:
     """
-    Find the data files in a folder, without opening them; its subfolders are not searched.
-
-    Args:
-        folder (`str` or `Path`): The folder.
-        names (`Mapping[str, str]`): Splits by the name of their file, without suffix. Every other data file is a split
-            under its own name.
-
-    Returns:
-        `dict[str, Path]`: The file of each split; first the splits of `names`, in their order, then the others.
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        ValueError: If two files are for the same split.
+    The data file of each split in a folder, not opened: first those of `names`, which has splits by the name of their
+    file without suffix, in its order; then the others, under their own names. Subfolders are not searched.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -174,15 +153,8 @@ def choose_sources(
 
 def open_table(source: Source, header: Sequence[str] | None = None) -> Table:
     """
-    Open a split. Comma-separated files may quote fields; tab-separated files have no quoting.
-
-    Args:
-        source (`Path` or [`HubSplit`]): A split of the Hub; or a `.tsv` or `.csv` file, a `.jsonl` file with one
-            object per line, a `.json` file with a list of objects, or a `.parquet` file. It may be compressed.
-        header (`Sequence[str]`, *optional*): Names of the columns, for a table whose first row is not its header.
-
-    Raises:
-        ValueError: If the file is empty, or malformed as a whole; also raised while reading it.
+    Open a split of the Hub, or a file of `FORMATS`, maybe compressed: fields may be quoted in a `.csv`, not in a
+    `.tsv`; `.json` is a list of objects. `header` is for a table whose first row is not its header.
     """
     if isinstance(source, HubSplit):
         dataset = load_hub(source)
@@ -313,19 +285,8 @@ def parse_rows(
     source: Any, rows: Iterable[tuple[int, Any]], parse: Callable[[Any], dict[str, Any]], skip_bad: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
     """
-    Turn the rows of a file into examples.
-
-    Args:
-        source (`Any`): The file, for the messages.
-        rows (`Iterable[tuple[int, Any]]`): Numbers and fields of the rows, as in a [`Table`].
-        parse (`Callable[[Any], dict]`): Turns a row into an example, or raises a [`BadRow`].
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows, with one warning for all of them.
-
-    Returns:
-        `tuple[list[dict], str]`: The examples in the order of the rows, and a text that says how many rows were
-        skipped and why; `""` if none.
-    Raises:
-        ValueError: At the first malformed row, or if no row is left.
+    The examples that `parse` makes of the numbered rows of a [`Table`], and a text that says how many were skipped and
+    why, `""` if none: a malformed row, for which `parse` raises a [`BadRow`], is refused unless `skip_bad` is set.
     """
     examples, bad = [], []
     for number, row in rows:
@@ -349,13 +310,8 @@ def parse_rows(
 
 def make_dataset(examples: list[dict[str, Any]], types: Mapping[str, Any], skipped: str = "") -> "datasets.Dataset":
     """
-    Turn examples into a dataset of those columns that they have.
-
-    Args:
-        examples (`list[dict]`): The examples. Their `"id"` is a tuple of candidates, `None` for missing ones; the
-            first candidate that is different for all examples is taken, and otherwise they are numbered from 0.
-        types (`dict`): Types of the columns besides `"id"`, as in `datasets.Features`.
-        skipped (`str`, *optional*): What [`parse_rows`] skipped; becomes the description of the dataset.
+    A dataset of the columns that examples have, of these types; what was `skipped` is its description. Their `"id"` is
+    a tuple of candidates: the first that differs in all examples is taken, and else they are numbered from 0.
     """
     import datasets
 

@@ -23,23 +23,12 @@ _ANSWERS = [{"text": _TEXT, "answer_start": _CLASS}]
 
 
 class TaskMetric(evaluate.Metric):
-    """
-    Base class of the metrics.
+    """Base class of the metrics, which hold the predictions in memory instead of in a cache file."""
 
-    Args:
-        keep_in_memory (`bool`, *optional*, defaults to `True`):
-            Whether to hold the predictions in memory instead of in a cache file.
-        kwargs (`Any`):
-            Other arguments of `evaluate.Metric`.
-
-    Attributes:
-        prediction (`Any`): Type of one prediction, as in `datasets.Features`.
-        reference (`Any`): Type of one reference.
-        score_names (`tuple[str, ...]`): Names of all values that `score` and the `more_metrics` of a task may return.
-    """
-
+    # Types of a prediction and of a reference, as in `datasets.Features`.
     prediction: Any = _CLASS
     reference: Any = _CLASS
+    # All values that `score`, and the `more_metrics` of a task, may return.
     score_names: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, keep_in_memory: bool = True, **kwargs: Any):
