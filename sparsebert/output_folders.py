@@ -93,12 +93,8 @@ def written_whole(output: str | os.PathLike, overwrite: bool = False) -> Iterato
 def replacing(output: Path, folder: Path, new: bool) -> Iterator[None]:
     """
     Context manager for writing to `folder`, the output folder or the one aside, whose files then replace the others.
-    After an error, nothing is left that is only half written, and complete checkpoints are kept.
-
-    Args:
-        output (`Path`): The output folder.
-        folder (`Path`): It, or [`aside_of`] it.
-        new (`bool`): Whether nothing in `folder` is continued. What is aside makes way and goes at the end too.
+    After an error, nothing is left that is only half written, and complete checkpoints are kept. If the run is `new`,
+    what was aside before makes way and goes at the end.
     """
     state = process_state()
     if new and folder != output and folder.is_dir() and state.is_main_process:

@@ -123,12 +123,7 @@ def load_recipe(
     name: str, sections: Mapping[str, type], excluded: Mapping[str, Iterable[str]] = {}
 ) -> dict[str, dict]:
     """
-    The values that a recipe sets, by section and field.
-
-    Args:
-        name (`str`): Path or name of the recipe, see [`find_recipe`].
-        sections (`dict[str, type]`): Dataclass of each section.
-        excluded (`dict[str, list[str]]`, *optional*): By section, fields that cannot be set here.
+    The values that a recipe sets, by section and field: those of the dataclass of each section, but for the excluded.
     """
     known = field_types(sections, excluded)
     values: dict[str, dict] = {section: {} for section in sections}
@@ -179,13 +174,8 @@ def _item(kinds):
 
 def convert(what: str, value: Any, annotation: Any) -> Any:
     """
-    A value in the type of its field: 6e6 is a fraction in YAML, and "1e-3" in quotes is text. In text, `~/` at the
-    beginning is the home folder.
-
-    Args:
-        what (`str`): Names the field in the error if the value is not of this type.
-        value (`Any`): What YAML read.
-        annotation (`Any`): Type of the field.
+    What YAML read in the type of its field, which `what` names in an error: 6e6 is a fraction in YAML, and "1e-3" in
+    quotes is text. In text, `~/` at the beginning is the home folder.
     """
     kinds = _kinds(annotation)
     if isinstance(value, list) and list in kinds:

@@ -48,24 +48,14 @@ FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """
-    What was found on a machine.
+    """What was found on a machine."""
 
-    Args:
-        versions (`dict`): Versions of Python and packages, `None` if one is not installed.
-        machine (`dict`): CPU, compiler and GPUs.
-        device (`str`): The device whose backends were checked.
-        backends (`dict`): Why each backend cannot run on the device at all, `None` if it can.
-        outcomes (`list` of [`Outcome`]): The self-checks.
-        problems (`list` of `str`): What is not as it should be.
-    """
-
-    versions: dict[str, str | None]
-    machine: dict[str, Any]
-    device: str
-    backends: dict[str, str | None]
+    versions: dict[str, str | None]  # of Python and packages, `None` if one is not installed
+    machine: dict[str, Any]  # CPU, compiler and GPUs
+    device: str  # whose backends were checked
+    backends: dict[str, str | None]  # why each backend cannot run on the device at all, `None` if it can
     outcomes: list[Outcome]
-    problems: list[str]
+    problems: list[str]  # what is not as it should be
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -117,15 +107,9 @@ def diagnose(
     timeout: float = TIMEOUT,
 ) -> Diagnosis:
     """
-    Find out what can run on this machine. On a GPU, `sparse_auto` uses what the self-checks find from then on.
-
-    Args:
-        device (`str`, *optional*): Device to check. Defaults to the current GPU, or the CPU if there is none.
-        dtypes (`Sequence` of `str`, *optional*): Dtypes to check: `"float32"`, `"bfloat16"` or `"float16"`.
-        head_sizes (`Sequence` of `int`, *optional*, defaults to `(64,)`): Head sizes to check.
-        length (`int`, *optional*, defaults to 512): Number of tokens with which times are taken.
-        mask ([`SparseMask`], *optional*): The mask with which times are taken. Defaults to tiles near the diagonal.
-        timeout (`float`, *optional*, defaults to 600.0): Seconds that one check may take.
+    Find out what can run on a device: by default the current GPU, or the CPU if there is none. Times are taken at
+    `length` tokens with `mask`, by default tiles near the diagonal; one check may take `timeout` seconds. On a GPU,
+    `sparse_auto` uses what the self-checks find from then on.
     """
     where = _checked_device(device)
     for name, values in (("dtypes", dtypes), ("head_sizes", head_sizes)):

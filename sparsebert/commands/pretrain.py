@@ -20,18 +20,13 @@ from ._command import Command, Results
 _SEARCHED = ("search", *sorted(set(allowed_fields("dam_s")) - set(allowed_fields("window")) - {"share_layers"}))
 _SEARCH = (
     *(f"model.{name}" for name in _SEARCHED),
-    "data.freeze_threshold",
-    "data.freeze_sparsity",
-    "data.search_end",
+    *(f"data.{name}" for name in ("freeze_threshold", "freeze_sparsity", "search_end")),
 )
 _PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 
 
 def command(words):
-    examples = (
-        "demo_dam_s",
-        "learned_mask --text FILE --target_sparsity 0.9 --output_dir DIR",
-    )
+    examples = ("demo_dam_s", "learned_mask --text FILE --target_sparsity 0.9 --output_dir DIR")
     return Command(
         run,
         SECTIONS,

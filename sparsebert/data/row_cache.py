@@ -42,13 +42,8 @@ def key_of(*parts: Any) -> str:
 
 def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """
-    A file that is made once: by the first process that asks, while others on the machine wait for it.
-
-    Args:
-        folder (`Path`): The folder of the cache, created if missing.
-        name (`str`): Name of the file, which says all that its content depends on.
-        write (`Callable[[Path], None]`): Writes the content aside, in a folder that it may use for other files; the
-            file takes its name when it is complete. If that fails, nothing of it stays.
+    A file that is made once: by the first process that asks, while others on the machine wait for it. Its name says
+    all that its content depends on. `write` writes it aside, in a folder of its own, of which nothing stays.
     """
     path = folder / name
     if path.is_file():

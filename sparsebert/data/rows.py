@@ -32,18 +32,11 @@ _PAIRS = 10_000
 
 
 class Piece(NamedTuple):
-    """
-    A part of a tokenized text.
+    """A part of a tokenized text, whose units are sentences or paragraphs."""
 
-    Attributes:
-        ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
-        sizes (`np.ndarray` of shape `(num_units,)`): Number of tokens of each unit (a sentence or paragraph).
-        ends (`list[int]`): For each document that ends in this part, the number of units before its end.
-    """
-
-    ids: np.ndarray
-    sizes: np.ndarray
-    ends: list[int]
+    ids: np.ndarray  # the tokens, (num_tokens,)
+    sizes: np.ndarray  # number of tokens of each unit, (num_units,)
+    ends: list[int]  # for each document that ends in this part, the number of units before its end
 
 
 class TokenizedText:
@@ -65,12 +58,7 @@ class TokenizedText:
         self._sentences = sentences
         self._max_tokens = max_tokens
         self._quiet = quiet
-        self._reserved = {
-            tokenizer.cls_token_id,
-            tokenizer.sep_token_id,
-            tokenizer.pad_token_id,
-            tokenizer.mask_token_id,
-        }
+        self._reserved = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
         self._seen: set[int] = set()
         self._paragraphs = self._compared = self._duplicates = self._empty = self._tokens = self._unknown = 0
 
@@ -193,13 +181,8 @@ def packed_rows(
 class StoredText:
     """
     Token ids of a corpus in files of an empty folder, from which any document can be read without the others being in
-    memory. The folder must stay as long as this is used.
-
-    Attributes:
-        ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
-        unit_offsets (`np.ndarray` of shape `(num_units + 1,)`): Where each unit (a sentence or paragraph) starts in
-            `ids`.
-        document_offsets (`np.ndarray` of shape `(num_documents + 1,)`): Where each document starts among the units.
+    memory: `ids` `(num_tokens,)`; `unit_offsets` `(num_units + 1,)`, where each unit starts in `ids`; and
+    `document_offsets` `(num_documents + 1,)`, where each document starts among the units.
     """
 
     def __init__(self, text: Iterable[Piece], folder: Path):
@@ -325,14 +308,8 @@ def as_table(
     labels: np.ndarray | None = None,
 ) -> "pa.Table":
     """
-    A table of rows.
-
-    Args:
-        ids (`np.ndarray` of shape `(num_tokens,)`): The concatenated rows.
-        lengths (`np.ndarray` of shape `(num_rows,)`): Their lengths.
-        first_lengths (`np.ndarray` of shape `(num_rows,)`): Number of tokens of segment A, with its special tokens.
-        cls, sep (`int`): The special tokens.
-        labels (`np.ndarray` of shape `(num_rows,)`, *optional*): Whether B is random.
+    A table of rows, concatenated in `ids` `(num_tokens,)`. `(num_rows,)` each are their lengths, those of segment A
+    with its special tokens, and as labels whether B is random.
     """
     import pyarrow as pa
 

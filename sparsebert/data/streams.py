@@ -4,6 +4,7 @@ import copy
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,11 +36,9 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
     """
     The documents of shards, or of a dataset on the Hub, as a dataset with a column `text`. Only names are read yet.
 
-    Args:
-        source (`str` or a list of them):
-            Paths, URLs of any kind that fsspec opens, or patterns of them such as `"data/*.parquet"`; or
-            `"hub:owner/name"` or `"hub:owner/name:config"` for the `train` split of a dataset on the Hub. Files are
-            Parquet with a column `text`, or as [`load_documents`] reads them; all but Parquet may be compressed.
+    They are named by paths, URLs of any kind that fsspec opens, or patterns of them such as `"data/*.parquet"`, or by
+    `"hub:owner/name"` or `"hub:owner/name:config"`, whose split `train` is read. Files are Parquet with a column
+    `text`, or as [`load_documents`] reads them; all but Parquet may be compressed.
     """
     import datasets
 
@@ -133,6 +132,7 @@ def _version(shard: str) -> str | None:
     return " ".join([path, str(found.get("size")), *stated]) if stated else None
 
 
+@dataclass(eq=False)
 class RowStream(IterableDataset):
     """
     Batches of pre-training examples of a text that is read meanwhile, without end: after the last document, the next
@@ -146,57 +146,24 @@ class RowStream(IterableDataset):
     and otherwise the documents. A batch comes with the place in the text where the next one begins. Going on from
     there reads one part again and gives the same batches as without a stop; the shuffle buffer of `datasets` would
     lose what is in it.
-
-    Args:
-        documents (`datasets.IterableDataset`): From [`open_documents`].
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        max_length (`int`): Length of a row in tokens.
-        batch_size (`int`): Rows of a batch.
-        collator (`Callable`): Makes a batch of rows, such as a [`ReproducibleCollator`].
-        nsp (`bool`, *optional*, defaults to `False`): Whether to make next-sentence pairs.
-        seed (`int`, *optional*, defaults to 0): Seed of the order and of the pairs.
-        shuffle_buffer (`int`, *optional*, defaults to 10000): Rows that are shuffled at once.
-        split (`str`, *optional*, defaults to `"train"`): `"train"`, or `"all"` for the held-out documents as well.
-        drop_last (`bool`, *optional*, defaults to `False`): Leave out the batch at the end of an epoch that is not
-            full.
-        rank, world_size (`int`, *optional*): Which process this is, and of how many.
-        short_seq_prob (`float`, *optional*, defaults to 0.1): See [`pretraining_dataset`].
-        pack_documents (`bool`, *optional*, defaults to `False`): See [`pretraining_dataset`].
     """
 
-    def __init__(
-        self,
-        documents: "datasets.IterableDataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        max_length: int,
-        batch_size: int,
-        collator: Callable[[list[dict[str, Any]]], Any],
-        nsp: bool = False,
-        seed: int = 0,
-        shuffle_buffer: int = 10_000,
-        split: str = "train",
-        drop_last: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        short_seq_prob: float = 0.1,
-        pack_documents: bool = False,
-    ):
-        super().__init__()
-        self.documents = documents
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.batch_size = batch_size
-        self.collator = collator
-        self.nsp = nsp
-        self.seed = seed
-        self.shuffle_buffer = shuffle_buffer
-        self.split = split
-        self.drop_last = drop_last
-        self.rank, self.world_size = rank, world_size
-        self.short_seq_prob = short_seq_prob
-        self.pack_documents = pack_documents
-        self._places: dict[int, dict[str, Any]] = {}
-        self._given = 0
+    documents: "datasets.IterableDataset"  # from `open_documents`
+    tokenizer: "PreTrainedTokenizerBase"
+    max_length: int
+    batch_size: int
+    collator: Callable[[list[dict[str, Any]]], Any]  # such as a `ReproducibleCollator`
+    nsp: bool = False
+    seed: int = 0  # of the order and of the pairs
+    shuffle_buffer: int = 10_000  # rows that are shuffled at once
+    split: str = "train"  # or "all", for the held-out documents as well
+    drop_last: bool = False  # leave out the batch at the end of an epoch that is not full
+    rank: int = 0
+    world_size: int = 1
+    short_seq_prob: float = 0.1
+    pack_documents: bool = False
+    _places: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    _given: int = field(default=0, init=False)
 
     def start_from(self, given: int, places: Mapping[int, dict[str, Any]]) -> None:
         """
@@ -209,9 +176,10 @@ class RowStream(IterableDataset):
         """Yield the worker, the place where its next batch begins, and the batch."""
         from datasets.distributed import split_dataset_by_node
 
-        info = get_worker_info()
-        index, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if info is not None:  # tokenizers would warn that it was used before the process was forked
+        index, workers = 0, 1
+        if (info := get_worker_info()) is not None:
+            index, workers = info.id, info.num_workers
+            # Tokenizers would warn that one was used before the process was forked.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # A loader asks its first worker first: the one whose turn it was when the run stopped.
         worker = (index + self._given) % workers

@@ -46,28 +46,20 @@ def test_overview_lists_the_verbs(capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_fits_two_screens(verb, capsys):
-    lines = help_text(capsys, verb, "--help").splitlines()
+def test_help_fits_two_screens_and_shows_every_field_of_ours(verb, capsys):
+    command = command_of(verb)
+    short, long = help_text(capsys, verb, "--help"), help_text(capsys, verb, "--help-all")
+    lines = short.splitlines()
     assert len(lines) <= 2 * SCREEN and max(map(len, lines)) <= WIDTH
     assert lines[0].startswith(f"usage: sparsebert {verb}")
     assert sum(line.startswith(f"  sparsebert {verb} ") for line in lines) == 2
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_shows_every_field_of_ours(verb, capsys):
-    command = command_of(verb)
-    short, long = help_text(capsys, verb, "--help"), help_text(capsys, verb, "--help-all")
     for section, cls in command.sections.items():
-        explained = explanations(cls)
-        for field in dataclasses.fields(cls):
-            ours = any(
-                field.name in vars(kind).get("__annotations__", {})
-                for kind in cls.__mro__
-                if kind.__module__.startswith("sparsebert")
-            )
-            if ours and field.init and field.name not in command.excluded.get(section, ()):
-                assert field.name in explained, f"{cls.__name__}.{field.name} is not explained"
-                assert f"--{field.name}" in short and f"{field.name}" in long
+        kinds = [vars(kind) for kind in cls.__mro__ if kind.__module__.startswith("sparsebert")]
+        ours = {name for kind in kinds for name in kind.get("__annotations__", {})}
+        names = {field.name for field in dataclasses.fields(cls) if field.init} - {*command.excluded.get(section, ())}
+        for name in names & ours:
+            assert name in explanations(cls), f"{cls.__name__}.{name} is not explained"
+            assert f"--{name}" in short and name in long
 
 
 def test_help_shows_the_keys_of_registries(capsys):
@@ -77,10 +69,10 @@ def test_help_shows_the_keys_of_registries(capsys):
     assert " | ".join(EXPERIMENTS) in " ".join(help_text(capsys, "reproduce", "--help").split())
 
 
-def test_help_of_an_experiment_has_its_settings(capsys):
-    for name, experiment in EXPERIMENTS.items():
-        printed = help_text(capsys, "reproduce", name, "--help")
-        assert all(f"--{setting}" in printed for setting in explanations(experiment.arguments)), name
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_help_of_an_experiment_has_its_settings(experiment, capsys):
+    printed = help_text(capsys, "reproduce", experiment, "--help")
+    assert all(f"--{name}" in printed for name in explanations(EXPERIMENTS[experiment].arguments))
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -13,11 +13,11 @@ import pytest
 from processes import SERVER, start
 from transformers import BertTokenizerFast
 
+from sparsebert.commands import main
 from sparsebert.data.documents import Documents, load_documents
 from sparsebert.data.examples import pretraining_dataset
 from sparsebert.data.row_cache import cached_file
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.pretraining.pretraining_run import pretrain
 
 
 def make_documents(number, seed=0):
@@ -205,18 +205,12 @@ def test_other_errors_are_not_blamed_on_the_cache(word_tokenizer, tmp_path):
     assert not files(tmp_path / "cache") and not list(tmp_path.rglob("*.incomplete"))
 
 
-def test_cache_dir_of_a_recipe(text, word_tokenizer, tmp_path):
+def test_cache_dir_of_a_recipe(pretraining_flags, said, tmp_path):
     """Where a run leaves its rows, and one that cannot be made, which is refused before any work."""
-    word_tokenizer.save_pretrained(tmp_path / "words")
-    data = {"text": str(text), "tokenizer": str(tmp_path / "words"), "max_length": 32, "pictures": False}
-    data |= {"validation": str(text), "cache_dir": str(tmp_path / "cache"), "nsp": False}
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = {"vocab_size": 100, "max_position_embeddings": 32, "pattern": "dense", **sizes}
-    training = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "use_cpu": True, "report_to": "none"}
-    recipe = {"data": data, "model": model, "training": training | {"disable_tqdm": True}}
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=f"cache_dir {tmp_path}/file/a cannot be made: {tmp_path}/file is a"):
-        pretrain(recipe | {"data": data | {"cache_dir": str(tmp_path / "file/a")}})
+    words = pretraining_flags(tmp_path / "run", "--pattern", "dense", "--max_steps", 1, "--cache_dir")
+    line = said([*words, tmp_path / "file/a"])
+    assert f"cache_dir {tmp_path}/file/a cannot be made: {tmp_path}/file is a" in line
     assert not (tmp_path / "run").exists()
-    pretrain(recipe)
+    assert main([*words, str(tmp_path / "cache")]) == 0
     assert [name[:5] for name in files(tmp_path / "cache")] == ["rows-", "rows-"]
