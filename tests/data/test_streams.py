@@ -192,7 +192,7 @@ def test_pairs_are_those_of_the_dataset(tokenizer, tmp_path):
         middle = row["token_type_ids"].index(1)
         words.append([{token for token in part if token > 5} for part in (ids[:middle], ids[middle:])])
     labels = [row["next_sentence_label"] for row in rows]
-    assert all((a == b) == (label == 0) for (a, b), label in zip(words, labels, strict=True))
+    assert [int(first != second) for first, second in words] == labels
     assert 0.3 < sum(labels) / len(labels) < 0.75
 
 
@@ -203,12 +203,6 @@ def test_held_out_documents_are_not_streamed(text_shards, tokenizer):
     ids = {token for batch in itertools.islice(loader, 2) for row in batch for token in row["input_ids"]}
     words = {word.lower() for text in held_out for word in text.replace(".", "").split()}
     assert len(ids) > 100 and not words & set(tokenizer.convert_ids_to_tokens(sorted(ids)))
-
-
-def test_too_little_text(tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text("d1 d2")
-    with pytest.raises(ValueError, match="too little text for reader 1 of 1 .* fewer dataloader_num_workers"):
-        next(iter(loader_of(str(tmp_path / "a.txt"), tokenizer)))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +234,10 @@ def test_column_text_is_needed(tokenizer, tmp_path):
         list(stream_documents(f"{tmp_path}/b.parquet", "all"))
 
 
-def test_shards_without_rows(tmp_path):
+def test_shards_without_rows_and_too_little_text(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("d1 d2")
+    with pytest.raises(ValueError, match="too little text for reader 1 of 1 .* fewer dataloader_num_workers"):
+        next(iter(loader_of(str(tmp_path / "a.txt"), tokenizer)))
     for name, texts in (("a", ["d1"]), ("b", []), ("c", ["d2"])):
         rows = datasets.Dataset.from_dict({"text": texts}, datasets.Features(text=datasets.Value("string")))
         rows.to_parquet(tmp_path / f"{name}.parquet")
@@ -249,14 +246,11 @@ def test_shards_without_rows(tmp_path):
         list(stream_documents(f"{tmp_path}/b.parquet", "all"))
 
 
-def test_corrupt_bz2_is_named(tmp_path):
+def test_errors_while_reading(tmp_path):
+    """A corrupt file is named; what is no fault of the file, such as a timeout of the network, is raised as it is."""
     (tmp_path / "a.txt.bz2").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"a.txt.bz2: corrupt .bz2 file after line 0"):
         list(stream_documents(f"{tmp_path}/a.txt.bz2", "all"))
-
-
-def test_what_is_no_fault_of_the_file_is_raised_as_it_is():
-    """A timeout of the network has no number, either."""
 
     class Broken(io.BytesIO):
         def __next__(self):
