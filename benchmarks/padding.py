@@ -12,10 +12,8 @@ sets. `--count` reads .tsv files of GLUE, or .jsonl with the text as `text`, als
 import contextlib
 import copy
 import csv
-import gzip
 import io
 import json
-import lzma
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from sparsebert import SparseBertConfig, SparseBertForSequenceClassification, build_pattern
+from sparsebert.files import open_text
 
 from .shared.masks_by_name import build_mask
 from .shared.measure import (
@@ -67,14 +66,13 @@ OURS = {
 
 def read_texts(path):
     """The texts of a file, or pairs of them."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "rt", encoding="utf-8") as file:
+    with open_text(path, newline=None) as file:
         if ".jsonl" in path.suffixes:
             return [(json.loads(line)["text"],) for line in file]
         rows = list(csv.reader(io.StringIO(file.read()), delimiter="\t", quoting=csv.QUOTE_NONE))
     header, rows = rows[0], rows[1:]
     # RTE ends with the label, MRPC begins with it.
-    pair = (-2, None) if header[0].startswith(("Quality", "\ufeffQuality")) else (-3, -1)
+    pair = (-2, None) if header[0].startswith("Quality") else (-3, -1)
     return [tuple(row[slice(*pair)]) for row in rows]
 
 

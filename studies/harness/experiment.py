@@ -47,9 +47,6 @@ class Experiment:
             Title of table and plot.
         arguments (`type`):
             Dataclass of the settings, each of which is a flag of the command.
-        scales (`dict[str, dict]`):
-            By name of the scale, the settings that differ from the defaults of the dataclass. There is one named
-            `"tiny"`.
         cells (`Callable[[arguments], dict[str, dict]]`):
             From the settings, makes the settings of each cell by its name, as JSON values. A finished cell is reused
             if they have not changed.
@@ -60,6 +57,9 @@ class Experiment:
         plot (`tuple[str, str, str]`):
             Names, among a cell's settings and metrics, of the horizontal axis, the vertical axis and the line that a
             cell belongs to.
+        scales (`dict[str, dict]`, *optional*):
+            By name of the scale, the settings that differ from the defaults of the dataclass. There is one named
+            `"tiny"`.
         check (`Callable[[dict], None]`, *optional*):
             Raises a `ValueError` or `OSError` for a cell that cannot run, without running it.
         draw (`Callable[[dict, Path, str], None]`, *optional*):
@@ -87,11 +87,11 @@ class Experiment:
 
     title: str
     arguments: type
-    scales: dict[str, dict[str, Any]]
     cells: Callable[[Any], dict[str, dict[str, Any]]]
     run: Callable[[dict[str, Any], Path], dict[str, Any]]
     columns: dict[str, tuple[str, str]]
     plot: tuple[str, str, str]
+    scales: dict[str, dict[str, Any]] = field(default_factory=lambda: {"tiny": {}})
     check: Callable[[dict[str, Any]], None] = lambda cell: None
     draw: Callable[[Cells, Path, str], None] | None = None
     published: dict[str, dict[str, float]] = field(default_factory=dict)

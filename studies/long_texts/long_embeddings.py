@@ -259,7 +259,6 @@ def _experiment(title, arguments, score):
     return Experiment(
         title=title,
         arguments=arguments,
-        scales={"tiny": {}},
         cells=_cells,
         check=_check,
         run=_run,

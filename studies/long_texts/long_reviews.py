@@ -14,7 +14,7 @@ from sparsebert.hub import read_config
 from sparsebert.models.loading import check_folder
 
 from ..harness.comparisons import Seeds, against, mean
-from ..harness.experiment import Cells, Experiment, common_settings
+from ..harness.experiment import Cells, Experiment, common_settings, seeded
 from ..harness.result_charts import plot_lines
 from ..harness.seed_comparisons import COMPARED, mean_text
 from ..shared.base_models import PACKAGE, located, long_enough, named_models
@@ -64,14 +64,14 @@ class LongReviews:
 
 def _cells(settings):
     common = common_settings(settings, "model", "masked", "lengths")
-    return {
-        f"{name}_{length}_seed_{seed}": common
-        | {"system": f"{name}, {length} tokens", "model": model, "max_length": length, "seed": seed}
+    systems = {
+        f"{name}_{length}": common
+        | {"system": f"{name}, {length} tokens", "model": model, "max_length": length}
         | {"split": name == "dense" and length == settings.lengths[0]}
-        for seed in settings.seeds
         for length in settings.lengths
         for name, model in named_models(settings.model, settings.masked).items()
     }
+    return seeded(systems, settings.seeds)
 
 
 def _check(cell):

@@ -151,7 +151,6 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
 EXPERIMENT = Experiment(
     title="Extended positions",
     arguments=PositionStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=_check,
     run=_run,

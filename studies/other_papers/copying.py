@@ -55,10 +55,6 @@ def _arguments(cell):
     return CopyingArguments(**{name: value for name, value in cell.items() if name != "series"})
 
 
-def _check(cell):
-    _arguments(cell).mask()
-
-
 EXPERIMENT = Experiment(
     title="Copying task ([O] Table 1)",
     arguments=CopyingStudy,
@@ -71,7 +67,7 @@ EXPERIMENT = Experiment(
         "paper": {},
     },
     cells=_cells,
-    check=_check,
+    check=lambda cell: _arguments(cell).mask(),
     run=lambda cell, folder: run_copying(_arguments(cell), folder),
     columns={
         "sparsity": ("removed", "{:.1%}"),

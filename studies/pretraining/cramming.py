@@ -89,10 +89,6 @@ def _fields(cell):
     return fields
 
 
-def _check(cell):
-    check_recipe(cell, SYSTEMS[cell["system"]][0], _fields(cell))
-
-
 def _run(cell, folder):
     found = pretrain(cell_recipe(cell, SYSTEMS[cell["system"]][0], folder, _fields(cell)))
     metrics = {name: found[name] for name in ("steps", "minutes", "tokens_per_second", "sparsity")}
@@ -141,9 +137,8 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
 EXPERIMENT = Experiment(
     title="Recipes at equal minutes",
     arguments=CrammingStudy,
-    scales={"tiny": {}},
     cells=_cells,
-    check=_check,
+    check=lambda cell: check_recipe(cell, SYSTEMS[cell["system"]][0], _fields(cell)),
     run=_run,
     columns={
         "loss": ("held-out MLM loss", "{:.3f}"),

@@ -208,7 +208,6 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
 EXPERIMENT = Experiment(
     title="Searches on the first plateau",
     arguments=SearchStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=_check,
     run=_run,

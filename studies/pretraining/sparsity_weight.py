@@ -147,7 +147,6 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
 EXPERIMENT = Experiment(
     title="Sparsity against the weight of the penalty",
     arguments=PenaltyStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=lambda cell: check_recipe(cell, RECIPE, _fields(cell)),
     run=_run,

@@ -12,7 +12,7 @@ from sparsebert.checks import check_choice, check_range
 from sparsebert.training.pruning.pruned_masks import prune_by_probs, random_control
 
 from ..harness.comparisons import loss_table
-from ..harness.experiment import Cells, Experiment, common_settings
+from ..harness.experiment import Cells, Experiment, common_settings, seeded
 from ..shared.continued_pretraining import (
     PAPER,
     SEARCH_VARIANTS,
@@ -51,13 +51,12 @@ _OF_STAGES = (
 
 def _cells(settings):
     common = common_settings(settings, "sparsities")
-    return {
-        f"{stage}_{sparsity:g}_seed_{seed}": common
-        | {"stage": stage, "target": sparsity, "system": f"{stage} {sparsity:g}", "seed": seed}
-        for seed in settings.seeds
+    stages = {
+        f"{stage}_{sparsity:g}": common | {"stage": stage, "target": sparsity, "system": f"{stage} {sparsity:g}"}
         for sparsity in settings.sparsities
         for stage in STAGES
     }
+    return seeded(stages, settings.seeds)
 
 
 def _check(cell):

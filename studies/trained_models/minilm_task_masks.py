@@ -12,7 +12,7 @@ from sparsebert.training.searching.objectives import ANSWERING
 from sparsebert.training.searching.search_run import STARTED_FROM, search_post_hoc
 
 from ..harness.comparisons import Seeds, draw_panels, mean, with_task_mean
-from ..harness.experiment import Cells, Experiment, common_settings
+from ..harness.experiment import Cells, Experiment, common_settings, seeded
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE
 from ..shared.post_hoc import check_masks
@@ -66,11 +66,7 @@ class MiniLMTaskMasks:
 
 def _cells(settings):
     common = common_settings(settings, "tasks")
-    return {
-        f"{task}_seed_{seed}": common | {"task": task, "seed": seed}
-        for seed in settings.seeds
-        for task in settings.tasks
-    }
+    return seeded({task: common | {"task": task} for task in settings.tasks}, settings.seeds)
 
 
 def _check(cell):

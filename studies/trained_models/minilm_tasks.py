@@ -8,7 +8,7 @@ from sparsebert.analysis.tables import Table
 from sparsebert.models.loading import check_folder
 
 from ..harness.comparisons import Seeds, against, by_seed, draw_panels, mean, nested, with_task_mean
-from ..harness.experiment import Cells, Experiment
+from ..harness.experiment import Cells, Experiment, seeded
 from ..harness.seed_comparisons import COMPARED, mean_text
 from ..shared.base_models import PACKAGE, located
 from ..shared.recipe_sections import check_least, check_task, finetuned
@@ -60,14 +60,13 @@ class MiniLMTasks:
 
 def _cells(settings):
     common = {name: getattr(settings, name) for name in ("data", *TRAINED_FIELDS)}
-    return {
-        f"{task}_{system}_seed_{seed}": common
-        | {"task": task, "system": system, "model": _model(settings, system), "seed": seed}
-        | {"baseline": settings.systems[0]}
-        for seed in settings.seeds
+    common["baseline"] = settings.systems[0]
+    cells = {
+        f"{task}_{system}": common | {"task": task, "system": system, "model": _model(settings, system)}
         for task in settings.tasks
         for system in settings.systems
     }
+    return seeded(cells, settings.seeds)
 
 
 def _model(settings, system):

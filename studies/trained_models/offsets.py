@@ -139,7 +139,6 @@ def _draw_heads(finished: Cells, kept: Path, path: Path) -> None:
 EXPERIMENT = Experiment(
     title="Distances that recur",
     arguments=OffsetStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=_check,
     run=_run,

@@ -80,7 +80,6 @@ def _run(cell, folder):
 EXPERIMENT = Experiment(
     title="Sentence embeddings through masks",
     arguments=SentenceStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=_check,
     run=_run,

@@ -201,7 +201,6 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
 EXPERIMENT = Experiment(
     title="Every separator global, or the last token alone",
     arguments=SeparatorStudy,
-    scales={"tiny": {}},
     cells=_cells,
     check=_check,
     run=_run,
