@@ -39,9 +39,9 @@ def run(verb, *arguments):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text file of 60 documents: paragraphs of the license, in turn."""
+    """A text file of 30 documents: paragraphs of the license, in turn."""
     paragraphs = [" ".join(block.split()) for block in (ROOT / "LICENSE").read_text().split("\n\n") if block.split()]
-    starts = (i % (len(paragraphs) - 8) for i in range(60))
+    starts = (i % (len(paragraphs) - 8) for i in range(30))
     documents = ["\n".join([*paragraphs[start : start + 8], f"It begins at {start}."]) for start in starts]
     path = tmp_path_factory.mktemp("text") / "corpus.txt"
     path.write_text("\n\n".join(documents) + "\n")

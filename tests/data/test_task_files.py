@@ -71,12 +71,12 @@ def test_encoding(tmp_path, read, suffix):
         read(f"b.tsv{suffix}", b"a\tb\nx\t\xff\n")
 
 
-@pytest.mark.parametrize("damage", [lambda data, pack: data, lambda data, pack: pack(data * 99)[:-20]])
 @pytest.mark.parametrize(("name", "pack"), [("a.tsv.gz", gzip.compress), ("a.tsv.xz", lzma.compress)])
-def test_damaged(tmp_path, name, pack, damage):
-    (tmp_path / name).write_bytes(damage(TABLE, pack))
-    with pytest.raises(ValueError, match=f"{name}: cannot be decompressed"):
-        list(open_table(tmp_path / name).rows)
+def test_damaged(tmp_path, name, pack):
+    for content in (TABLE, pack(TABLE * 99)[:-20]):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}: cannot be decompressed"):
+            list(open_table(tmp_path / name).rows)
 
 
 class TestRows:
