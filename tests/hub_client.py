@@ -42,8 +42,8 @@ class Client:
         )
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.kill()  # its own end would take seconds
+        self.process.communicate()
 
     def __call__(self, task):
         """Exit code, output and error output of a command line."""

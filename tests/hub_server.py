@@ -113,6 +113,7 @@ class HubServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or every answer waits 40 ms for the client to confirm its head
     wrong: str | int | None = None  # the fault of a request
 
     def log_message(self, *_):
