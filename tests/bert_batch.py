@@ -1,4 +1,4 @@
-"""A batch of three sequences, and the labels of each head of BERT."""
+"""A batch of three sequences, the labels of each head of BERT, and what both test modules of these models do."""
 
 import torch
 
@@ -20,3 +20,15 @@ HEADS = {
     "ForQuestionAnswering": {"start_positions": CLASSES, "end_positions": CLASSES + 1},
     "ForMultipleChoice": {"labels": torch.tensor([2])},
 }
+
+
+def inputs_of(name, padded=True, labels=False):
+    """Arguments of the forward of a head."""
+    inputs = {"input_ids": IDS} | ({"attention_mask": PADDING} if padded else {})
+    if name == "ForMultipleChoice":
+        inputs = {key: value[None] for key, value in inputs.items()}
+    return inputs | (HEADS[name] if labels else {})
+
+
+def gradients(model):
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import gc
 import gzip
 import importlib.metadata
@@ -15,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 
 
@@ -284,7 +284,7 @@ def swag_folder(tmp_path_factory):
 def task_data(tmp_path_factory):
     """`task_data(name)`: a folder with the example of a task, or of all of GLUE; `None` if the task has no files."""
 
-    @cache
+    @functools.cache
     def make(name=None):
         tasks = [TASKS[each] for each in ([*GLUE] if name is None else [name])]
         files = {path: text for task in tasks if task.example for path, text in task.example().items()}
@@ -363,29 +363,6 @@ def finetuning_flags(checkpoints, glue_folder):
     return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch, tmp_path):
-    """`refused(words)`: the line of a command that is refused; it must not have trained or written anything."""
-
-    from sparsebert.commands import main
-    from sparsebert.training.trainer import SparseBertTrainer
-
-    def train(*args, **kwargs):
-        raise AssertionError("it trains")
-
-    monkeypatch.setattr(SparseBertTrainer, "train", train)
-
-    def run(words):
-        capsys.readouterr()
-        code = main(list(map(str, words)))
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
-        assert code == 2 and len(lines) == 1, (code, lines)
-        assert not (tmp_path / "run").exists()
-        return lines[0]
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def saved_run(pretraining_flags, tmp_path_factory):
     """Folder of a search with checkpoints 2, 4 and 6, not finished. To be copied, not changed."""
@@ -395,16 +372,35 @@ def saved_run(pretraining_flags, tmp_path_factory):
     return folder
 
 
+def last_line(capsys, words, code=2):
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    ended = main(list(map(str, words)))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+    assert ended == code and len(lines) == 1, (ended, lines)
+    return lines[0]
+
+
 @pytest.fixture
 def said(capsys):
     """`said(words, code)`: the one line that a command ends with."""
+    return functools.partial(last_line, capsys)
 
-    def run(words, code=2):
-        capsys.readouterr()
-        assert main(list(map(str, words))) == code
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
-        assert len(lines) == 1
-        return lines[0]
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """`refused(words)`: the line of a command that is refused; it must not have trained or written anything."""
+    from sparsebert.training.trainer import SparseBertTrainer
+
+    def train(*args, **kwargs):
+        raise AssertionError("it trains")
+
+    monkeypatch.setattr(SparseBertTrainer, "train", train)
+
+    def run(words):
+        line = last_line(capsys, words)
+        assert not (tmp_path / "run").exists()
+        return line
 
     return run
 

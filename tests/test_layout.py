@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 import sparsebert
 from sparsebert.commands import VERBS
 
@@ -24,6 +22,7 @@ FLOORS = (
 DOORS = {"__init__", "__main__"}  # of the whole package
 HEIGHT = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+TREES = {module: ast.parse((PACKAGE / module).read_text(encoding="utf-8")) for module in MODULES}
 
 
 def part_of(module):
@@ -34,7 +33,7 @@ def part_of(module):
 def imports(module):
     """Modules of the package that a module imports, also for type checkers alone, as paths from the package."""
     package = list(module.parts[:-1])
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[module]):
         names = []
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
@@ -58,13 +57,12 @@ def test_every_part_has_a_floor():
     assert {part_of(module) for module in MODULES} - DOORS == set(HEIGHT)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) not in DOORS], ids=str)
-def test_imports_go_down(module):
-    floor = HEIGHT[part_of(module)]
-    for imported in imports(module):
-        part = part_of(imported) if imported.parts else "__init__"
-        if part != part_of(module):
-            assert HEIGHT.get(part, len(FLOORS)) < floor, f"{module} imports {imported}"
+def test_imports_go_down():
+    for module in MODULES:
+        for imported in imports(module) if part_of(module) not in DOORS else ():
+            part = part_of(imported) if imported.parts else "__init__"
+            if part != part_of(module):
+                assert HEIGHT.get(part, len(FLOORS)) < HEIGHT[part_of(module)], f"{module} imports {imported}"
 
 
 def test_no_import_cycle():
@@ -111,7 +109,7 @@ def test_modules_have_names_of_their_own():
 def test_no_function_or_class_has_the_name_of_a_module():
     modules = {module.stem for module in MODULES if module.parts[0] != "commands"}
     for module in MODULES:
-        for node in ast.parse((PACKAGE / module).read_text(encoding="utf-8")).body:
+        for node in TREES[module].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 assert node.name not in modules, f"{node.name} in {module} has the name of a module"
 
@@ -130,5 +128,4 @@ def test_only_verbs_that_train_import_training():
 
 def test_every_module_says_what_it_is():
     for module in MODULES:
-        doc = ast.get_docstring(ast.parse((PACKAGE / module).read_text(encoding="utf-8")))
-        assert doc and doc.strip(), f"{module} has no docstring"
+        assert ast.get_docstring(TREES[module]), f"{module} has no docstring"

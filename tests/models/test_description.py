@@ -4,7 +4,6 @@ import json
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-from torch.utils.data import Dataset
 from transformers import BertConfig, BertModel, TrainingArguments, ViTConfig, ViTModel
 
 from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, SparseBertTrainer, attach
@@ -43,14 +42,6 @@ TOGETHER = {
 }
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"input_ids": [index] * 4, "labels": [index] * 4}
-
-
 def test_every_field_is_declared_once():
     names = [item.name for item in fields(MaskFields)]
     own = [item.name for item in fields(SparseBertConfig) if item.name not in BertConfig.__dataclass_fields__]
@@ -72,22 +63,23 @@ def test_a_run_resumes_with_the_search_of_its_checkpoint_only(tiny_config, tmp_p
             check_checkpoint(tmp_path, model)
 
 
-@pytest.mark.parametrize("step", [1, 3], ids=["searching", "frozen"])
-def test_the_trainer_refuses_another_search(tiny_config, tmp_path, step):
+def test_the_trainer_refuses_another_search(tiny_config, tmp_path):
     """Of a search, and of one whose mask was frozen before the checkpoint was saved."""
     arguments = {"max_steps": 4, "save_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments = TrainingArguments(str(tmp_path), **arguments)
+    rows = [{"input_ids": [index] * 4, "labels": [index] * 4} for index in range(8)]
 
     def trainer(**fields):
         model = SparseBertForMaskedLM(tiny_config(**SEARCHED | {"search": "dam_b", "block_size": 16} | fields))
         schedule = SearchSchedule(end=0.5, sparsity=0.3)
-        return SparseBertTrainer(model, arguments, train_dataset=Rows(), callbacks=[schedule])
+        return SparseBertTrainer(model, arguments, train_dataset=rows, callbacks=[schedule])
 
     trainer().train()
-    checkpoint = str(tmp_path / f"checkpoint-{step}")
-    for field, value in {"sparsity_weight": 1e-3, "block_size": 32, "last_token": "position"}.items():
-        with pytest.raises(ValueError, match=f"{field} was .* is "):
-            trainer(**{field: value}).train(resume_from_checkpoint=checkpoint)
+    for step in (1, 3):  # searching, frozen
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        for field, value in {"sparsity_weight": 1e-3, "block_size": 32, "last_token": "position"}.items():
+            with pytest.raises(ValueError, match=f"{field} was .* is "):
+                trainer(**{field: value}).train(resume_from_checkpoint=checkpoint)
     trainer(allow_empty_rows=True).train(resume_from_checkpoint=checkpoint)
 
 

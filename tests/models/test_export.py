@@ -42,9 +42,9 @@ MODEL_HEADS = (
 )
 
 
-def random_mask(form="table", density=0.4, **fields):
+def random_mask(form="table", density=0.4, layers=LAYERS, **fields):
     shape, block_size = {"offsets": ((9,), None), "blocks": ((3,), 10), "table": ((24, 24), None)}[form]
-    draws = torch.rand(LAYERS, HEADS, *shape, generator=torch.Generator().manual_seed(0))
+    draws = torch.rand(layers, HEADS, *shape, generator=torch.Generator().manual_seed(0))
     return SparseMask(draws < density, MASK_LENGTH, form, block_size, **fields)
 
 
@@ -52,13 +52,14 @@ def random_mask(form="table", density=0.4, **fields):
 def make(tiny_config):
     """`make(mask, head, **fields)`: a model in evaluation, of a class of ours; `attached=True` for a stock one."""
 
-    def build(mask="table", head="Model", attached=False, **fields):
+    def build(mask="table", head="Model", attached=False, layers=LAYERS, **fields):
         torch.manual_seed(0)
-        mask = random_mask(**MASKS[mask])
+        mask = random_mask(layers=layers, **MASKS[mask])
         causal = head == "LMHeadModel"
         if causal and mask.special_tokens == "first_last":
             mask = mask.replace(special_tokens="first")
-        fields = {"is_decoder": causal, "use_cache": False, "initializer_range": 0.2} | fields
+        usual = {"num_hidden_layers": layers, "is_decoder": causal, "use_cache": False, "initializer_range": 0.2}
+        fields = usual | fields
         if attached:
             model = getattr(transformers, f"Bert{head}")(tiny_config(transformers.BertConfig, **fields))
             attach(model, mask, allow_empty_rows=True)
@@ -140,9 +141,9 @@ def test_exported_program_serves_other_shapes(make):
 
 
 def test_lengths_beyond_the_mask(make):
-    model = make("offsets", attached=True, head="ForSequenceClassification")  # policy extend
+    model = make("offsets", attached=True, head="ForSequenceClassification", layers=1)  # policy extend
     check(export(model, longest=POSITIONS).module(), model, shapes=[(1, POSITIONS, 0, 0), (2, 31, 5, 1)])
-    model = make("table")  # policy error
+    model = make("table", layers=1)  # policy error
     with pytest.raises(RuntimeError, match=rf"length.* <= {MASK_LENGTH}"):  # in the words of torch.export
         export(model, longest=POSITIONS)
     program = export(model, longest=None).module()
@@ -241,7 +242,7 @@ def test_backends_with_kernels_are_refused(make, name):
 
 
 def test_searching_model_is_refused_until_frozen(tiny_config):
-    model = SparseBertModel(tiny_config(search="dam_s", mask_length=MASK_LENGTH)).eval()
+    model = SparseBertModel(tiny_config(search="dam_s", mask_length=MASK_LENGTH, num_hidden_layers=1)).eval()
     with pytest.raises(ValueError, match="end the search first"):
         export(model)
     with pytest.raises(ValueError, match="end the search first"):

@@ -24,15 +24,15 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach, load, pl
 IDS = torch.arange(5, 17)[None]
 
 
-@pytest.fixture
-def disabled():
-    plugin.disable()
+@pytest.fixture(autouse=True)
+def enabled_afterwards():
     yield
     plugin.enable()
 
 
 @pytest.mark.parametrize("state", ["frozen", "searching"])
-def test_explicit_functions_work_while_it_is_disabled(disabled, state, tmp_path):
+def test_explicit_functions_work_while_it_is_disabled(state, tmp_path):
+    plugin.disable()
     model = BertForMaskedLM(BertConfig(**TINY)).eval()
     attach(model, "window" if state == "frozen" else "dam_s", mask_length=12)
     model.save_pretrained(tmp_path / "attached")
@@ -57,12 +57,9 @@ def test_models_with_a_mask_still_run_once_it_is_disabled(tmp_path):
     model = attach(BertForMaskedLM(BertConfig(**TINY)).eval(), "window", mask_length=12)
     expected, content = model(IDS).logits, pickle.dumps(model)
     plugin.disable()
-    try:
-        for each in (model, pickle.loads(content)):
-            torch.testing.assert_close(each(IDS).logits, expected)
-            plugin.disable()
-    finally:
-        plugin.enable()
+    for each in (model, pickle.loads(content)):
+        torch.testing.assert_close(each(IDS).logits, expected)
+        plugin.disable()
 
 
 def test_classes_with_a_from_pretrained_of_their_own(tmp_path):
@@ -74,13 +71,10 @@ def test_classes_with_a_from_pretrained_of_their_own(tmp_path):
             return model
 
     attach(Own(BertConfig(**TINY)), "window", mask_length=12).save_pretrained(tmp_path)
-    try:
-        for enabled in (True, False):
-            (plugin.enable if enabled else plugin.disable)()
-            model = load(tmp_path, Own)
-            assert isinstance(model, Own) and model.note == "own" and model.sparse_attention.mask.length == 12
-    finally:
-        plugin.enable()
+    for switch in (plugin.disable, plugin.enable):
+        switch()
+        model = load(tmp_path, Own)
+        assert isinstance(model, Own) and model.note == "own" and model.sparse_attention.mask.length == 12
     assert hasattr(Own.from_pretrained(pretrained_model_name_or_path=tmp_path), "sparse_attention")
 
 
@@ -93,12 +87,8 @@ def test_methods_that_others_replaced_since(monkeypatch, tmp_path):
     )
     assert hasattr(BertForMaskedLM.from_pretrained(tmp_path), "sparse_attention")
     plugin.disable()
-    try:
-        assert type(BertForMaskedLM.from_pretrained(tmp_path)) is BertForMaskedLM
-        assert load(tmp_path).sparse_attention.mask.length == 12
-    finally:
-        monkeypatch.undo()
-        plugin.enable()
+    assert type(BertForMaskedLM.from_pretrained(tmp_path)) is BertForMaskedLM
+    assert load(tmp_path).sparse_attention.mask.length == 12
 
 
 def test_a_second_import_changes_nothing():
