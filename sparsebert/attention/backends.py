@@ -67,19 +67,9 @@ def run_backend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Attention under the mask of one layer, on the backend that `inputs` names. Padded tokens affect no other ones,
-    whatever they hold.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
-        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys of all positions.
-        value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all positions.
-        inputs ([`MaskInputs`]): The inputs of one layer.
-        scaling (`float`): Factor of the scores.
-        dropout (`float`): Probability of attention dropout.
-
-    Returns:
-        `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
+    Attention under the mask of one layer, on the backend that `inputs` names, for queries `(B, H, n, d)`, the last n
+    of the m positions of key and value `(B, H, m, d)`: the output `(B, n, H, d)`, and the probabilities `(B, H, n, m)`
+    or `None`. Padded tokens affect no other ones, whatever they hold.
     """
     if inputs.compiled[0] is not None or inputs.learned[0] is not None:
         # PyTorch's operators cast their inputs under autocast, ours do not.

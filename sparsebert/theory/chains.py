@@ -41,12 +41,9 @@ class Chain:
     The answer to whether there is a chain.
 
     Attributes:
-        exists (`bool`, *optional*):
-            Whether there is a chain; `None` if unknown.
-        order (`tuple[int, ...]`, *optional*):
-            The chain gamma as positions counted from 0; `None` unless it exists.
-        reason (`str`):
-            What the chain is, why there is none, or what was tried.
+        exists (`bool`, *optional*): Whether there is a chain; `None` if unknown.
+        order (`tuple[int, ...]`, *optional*): The chain gamma as positions counted from 0; `None` unless it exists.
+        reason (`str`): What the chain is, why there is none, or what was tried.
     """
 
     exists: bool | None

@@ -53,14 +53,11 @@ class Reach:
     Assumption 1.3: whether every token reaches all tokens.
 
     Attributes:
-        hops (`int`, *optional*):
-            The smallest number of layers, s; `None` if there is none or it is unknown.
-        never (`bool`):
-            Whether it is proved that no number of layers suffices.
-        curve (`tuple[tuple[float, float], ...]`):
-            After 1, 2, ... layers, the fraction of tokens that a token has reached: minimum and mean over tokens.
-        reason (`str`):
-            Why there is no s, or why it is unknown.
+        hops (`int`, *optional*): The smallest number of layers, s; `None` if there is none or it is unknown.
+        never (`bool`): Whether it is proved that no number of layers suffices.
+        curve (`tuple[tuple[float, float], ...]`): After 1, 2, ... layers, the fraction of tokens that a token has
+            reached: minimum and mean over tokens.
+        reason (`str`): Why there is no s, or why it is unknown.
     """
 
     hops: int | None
@@ -75,16 +72,11 @@ class Facts:
     What was found about one cycle of patterns.
 
     Attributes:
-        without_self (`int`):
-            Number of rows without self-attention, over all p patterns (Assumption 1.1 asks for 0).
-        chain ([`Chain`]):
-            Assumption 1.2, for the union of the p patterns.
-        reach ([`Reach`]):
-            Assumption 1.3.
-        full_but_diagonal (`bool`):
-            Whether every pattern is full attention without the diagonal.
-        connections (`float`):
-            Entries kept per layer, mean over the p patterns.
+        without_self (`int`): Number of rows without self-attention, over all p patterns (Assumption 1.1 asks for 0).
+        chain ([`Chain`]): Assumption 1.2, for the union of the p patterns.
+        reach ([`Reach`]): Assumption 1.3.
+        full_but_diagonal (`bool`): Whether every pattern is full attention without the diagonal.
+        connections (`float`): Entries kept per layer, mean over the p patterns.
     """
 
     without_self: int
@@ -100,21 +92,14 @@ class Universality:
     The verdict on a mask.
 
     Attributes:
-        universal (`str`):
-            `"yes"`, `"unknown"` or `"no theorem applies"`.
-        reason (`str`):
-            Which theorem applies, or why none does.
-        length (`int`):
-            Number of tokens, n.
-        num_heads (`int`):
-            Number of heads, H.
-        num_patterns (`int`):
-            Number of patterns of the cycle, p.
-        sparsity (`float`):
-            Fraction of entries removed, mean over heads and patterns.
-        facts (`dict[str, Facts]`):
-            Facts of `"one pattern"` if all heads of a layer share it, else of the `"union"` and the `"intersection"`
-            of the heads.
+        universal (`str`): `"yes"`, `"unknown"` or `"no theorem applies"`.
+        reason (`str`): Which theorem applies, or why none does.
+        length (`int`): Number of tokens, n.
+        num_heads (`int`): Number of heads, H.
+        num_patterns (`int`): Number of patterns of the cycle, p.
+        sparsity (`float`): Fraction of entries removed, mean over heads and patterns.
+        facts (`dict[str, Facts]`): Facts of `"one pattern"` if all heads of a layer share it, else of the `"union"`
+            and the `"intersection"` of the heads.
     """
 
     universal: str
@@ -295,14 +280,10 @@ class Growth:
     Connections per layer as a function of the length.
 
     Attributes:
-        order (`str`, *optional*):
-            A key of `GROWTHS`, or `None` if none of them explains the numbers.
-        lengths (`tuple[int, ...]`):
-            The lengths n.
-        connections (`tuple[float, ...]`):
-            Connections per layer at each length.
-        error (`float`):
-            Greatest relative error of the fit.
+        order (`str`, *optional*): A key of `GROWTHS`, or `None` if none of them explains the numbers.
+        lengths (`tuple[int, ...]`): The lengths n.
+        connections (`tuple[float, ...]`): Connections per layer at each length.
+        error (`float`): Greatest relative error of the fit.
     """
 
     order: str | None

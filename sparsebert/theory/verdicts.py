@@ -36,20 +36,13 @@ class Case:
     A mask to be checked.
 
     Attributes:
-        name (`str`):
-            Name of the pattern, or folder or Hub id of the mask.
-        mask ([`SparseMask`]):
-            The mask.
-        length (`int`):
-            Number of tokens, n.
-        setup (`dict`):
-            Parameters, head configuration and diagonal.
-        growth ([`Growth`], *optional*):
-            Growth of the connections; `None` where the mask is defined at too few lengths.
-        causal (`bool`):
-            Whether it is the mask of a decoder.
-        mixers (`tuple[str, ...]`):
-            Token mixers that some layers of the model have instead of attention.
+        name (`str`): Name of the pattern, or folder or Hub id of the mask.
+        mask ([`SparseMask`]): The mask.
+        length (`int`): Number of tokens, n.
+        setup (`dict`): Parameters, head configuration and diagonal.
+        growth ([`Growth`], *optional*): Growth of the connections; `None` if the mask is defined at too few lengths.
+        causal (`bool`): Whether it is the mask of a decoder.
+        mixers (`tuple[str, ...]`): Token mixers that some layers of the model have instead of attention.
     """
 
     name: str

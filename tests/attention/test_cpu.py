@@ -41,12 +41,16 @@ def numbers(*shape, count=3):
     return torch.randn(count, *shape).unbind(0)
 
 
-def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3):
-    """The arguments after query, key and value, for sequences of `length` and 13 tokens with their last tokens on."""
+def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3, starts=None):
+    """
+    The arguments after query, key and value, for sequences of `length` and 13 tokens with their last tokens on; with
+    `starts` they are packed.
+    """
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
-    return begin, end, columns, padding, last, torch.tensor([seed]), True, True, False, dropout, 0.3
+    flags = (True, True, False, 0, 0, False, -1)
+    return begin, end, columns, padding, last, starts, torch.tensor([seed]), *flags, length, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -114,7 +118,8 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
 def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
     """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
-    none, nothing = torch.zeros_like(every), (None, None, torch.tensor([0]), False, True, False, 0.0, 1.0)
+    flags = (False, True, False, 0, 0, False, -1)
+    none, nothing = torch.zeros_like(every), (None, None, None, torch.tensor([0]), *flags, 0, 0.0, 1.0)
     single = torch.ops.sparsebert.csr_attention(
         none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing
     )
@@ -418,13 +423,9 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
 )
 def test_the_operator_stays_within_its_memory(change):
     """What no caller of this package passes."""
-    names = ("begin", "end", "columns", "padding", "last")
-    arguments = [*operator_arguments(), None, LENGTH]
+    names, arguments = ("begin", "end", "columns", "padding", "last", "starts"), [*operator_arguments()]
     for name, function in change.items():
-        if name == "starts":
-            arguments[-2] = function(None)
-        else:
-            arguments[names.index(name)] = function(arguments[names.index(name)])
+        arguments[names.index(name)] = function(arguments[names.index(name)])
     query, key, value, grad = numbers(2, HEADS, LENGTH, 8, count=4)
     with pytest.raises(RuntimeError, match="csr_attention: "):
         torch.ops.sparsebert.csr_attention(query, key, value, *arguments)
@@ -433,31 +434,30 @@ def test_the_operator_stays_within_its_memory(change):
 
 
 def test_packed_sequences_must_be_among_the_tokens():
-    arguments = [*operator_arguments(), torch.tensor([0, 20]), LENGTH]
     packed = numbers(1, HEADS, 33, 8)
-    torch.ops.sparsebert.csr_attention(*packed, *arguments)
+    torch.ops.sparsebert.csr_attention(*packed, *operator_arguments(starts=torch.tensor([0, 20])))
     for starts in ([0, 21], [-1, 20]):
-        arguments[-2] = torch.tensor(starts)
         with pytest.raises(RuntimeError, match="a packed sequence is not among the tokens"):
-            torch.ops.sparsebert.csr_attention(*packed, *arguments)
+            torch.ops.sparsebert.csr_attention(*packed, *operator_arguments(starts=torch.tensor(starts)))
 
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_packed_sequences_get_what_they_get_alone(number):
     """Long enough for the rows of a head to be split over threads. Tokens between them get nothing."""
     torch.set_num_threads(number)
-    arguments = operator_arguments(length=300, dropout=0.1)
-    padding, places = arguments[3], (slice(2, 302), slice(305, 318))
-    starts = torch.tensor([place.start for place in places])
+    places = (slice(2, 302), slice(305, 318))
+    apart = operator_arguments(length=300, dropout=0.1)
+    padding, together = apart[3], list(apart)
+    together[5] = torch.tensor([place.start for place in places])
     tensors = numbers(1, HEADS, 320, 8, count=4)
     padded = [torch.zeros(2, HEADS, 300, 8) for _ in tensors]
     for given, batch in zip(tensors, padded, strict=True):
         for row, place in enumerate(places):
             batch[row, :, padding[row]] = given[0, :, place]
     results = []
-    for (*leaves, grad), more in ((tensors, (starts, 300)), (padded, ())):
+    for (*leaves, grad), arguments in ((tensors, together), (padded, apart)):
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments, *more)
+        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments)
         results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
     for got, want in zip(*results, strict=True):
         expected = torch.zeros_like(got)

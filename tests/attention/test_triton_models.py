@@ -8,11 +8,11 @@ import os
 
 import pytest
 import torch
+from test_triton import lists  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AlbertConfig, AlbertModel
 
 from sparsebert import SparseBertConfig, SparseBertModel, attach, build_pattern
-from sparsebert.attention.kernels import triton as backend
 
 
 CUDA = torch.cuda.is_available()
@@ -28,11 +28,10 @@ pytestmark = [
 ]
 
 
+@pytest.mark.usefixtures("lists")
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_through_a_model(padded, tiny_config, monkeypatch):
+def test_through_a_model(padded, tiny_config):
     """What is prepared once per forward is what the kernels read."""
-    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
-    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
     config = tiny_config(SparseBertConfig, pattern="bigbird", mask_length=70, **SIZES | {"num_hidden_layers": 1})
     model = SparseBertModel(config).to(DEVICE)
     ids = torch.randint(5, 100, (3, 70), device=DEVICE)
@@ -47,8 +46,7 @@ def test_through_a_model(padded, tiny_config, monkeypatch):
         states.square().sum().backward()
         gradient = model.encoder.layer[0].attention.self.query.weight.grad
         results.append((states.detach(), gradient.clone()))
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
 
 
 class Calls(TorchDispatchMode):

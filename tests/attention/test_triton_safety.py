@@ -18,7 +18,6 @@ from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing.self_check import examine
 from sparsebert.attention.choosing.self_check_process import run_self_checks
 from sparsebert.attention.choosing.self_check_results import FINISHED, Setting
-from sparsebert.attention.kernels import triton as backend
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -113,12 +112,8 @@ def test_an_interpreter_that_is_chosen_too_late(monkeypatch):
 def test_interpreter_refuses_bfloat16():
     query = torch.randn(3, 1, 2, 8, 32).bfloat16()
     mask = SparseMask(torch.ones(2, 8, 8, dtype=torch.bool), 8)
-    with pytest.raises(
-        ValueError, match="interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
-    ):
+    with pytest.raises(ValueError, match="interpreter computes wrong numbers in torch.bfloat16; use float16"):
         sparse_dot_product_attention(*query, mask, backend="sparse_triton")
-    with pytest.raises(ValueError, match="interpreter computes wrong numbers in torch.bfloat16"):
-        backend.check(*query, backend.tile_form(torch.ones(2, 8, 8, dtype=torch.bool)), None, 0.0, 1.0)
     half = sparse_dot_product_attention(*query.half(), mask, backend="sparse_triton")
     torch.testing.assert_close(
         half.float(), sparse_dot_product_attention(*query.float(), mask, backend="sparse_eager"), atol=5e-3, rtol=5e-3
@@ -155,7 +150,7 @@ def test_interpreter_with_a_fault_does_not_pass(fault, monkeypatch):
         return row.prepare(mask, inputs) | {"first_token": None, "last_token": None}
 
     monkeypatch.setitem(BACKENDS, "sparse_triton", replace(row, prepare=prepare))
-    finding = examine("sparse_triton", "cpu", SETTING, (9,))
+    finding = examine("sparse_triton", "cpu", replace(SETTING, gradients=False), (9,))
     assert not finding["right"] and "is off by" in finding["reason"]
 
 

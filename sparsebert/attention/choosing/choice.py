@@ -45,17 +45,9 @@ def _density(handle, length, causal):
 
 def automatic(mask: SparseMask | None, request: Request, may_run: bool = True) -> tuple[str, str]:
     """
-    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md) or, on a GPU, in a
-    self-check there, which is done once; the reference where nothing was measured.
-
-    Args:
-        mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
-        request ([`Request`]): The request to serve.
-        may_run (`bool`, *optional*, defaults to `True`): Whether a self-check may be run; if not, only what earlier
-            ones found counts.
-
-    Returns:
-        `tuple` of `str`: The name of the backend and the reason for it.
+    The choice of `sparse_auto` and the reason for it: the backend that was fastest in our measurements
+    (docs/kernels.md) or, on a GPU, in a self-check there, which is done once; the reference where nothing was
+    measured. `mask` is `None` while searching. Unless a self-check `may_run`, only what earlier ones found counts.
     """
     if request.probability_map != "softmax":
         return "sparse_eager", f"the reference, for probability_map {request.probability_map!r}"
@@ -153,8 +145,8 @@ def _checked(mask, request, able, may_run):
     return outcome_of(f"cuda:{index or 0}", Setting.of(request, longest, *shares), (*able, TRUSTED), mask, may_run)
 
 
-def _unchecked(able):
-    return f"no self-check of {' and '.join(able)} has passed on that GPU yet"
+def _unchecked(names):
+    return f"no self-check of {' and '.join(names)} has passed on that GPU yet"
 
 
 _MEASURED: dict[tuple[str | None, Request], tuple[str, str]] = {}
@@ -163,8 +155,8 @@ _MEASURED: dict[tuple[str | None, Request], tuple[str, str]] = {}
 def by_measurement(mask: SparseMask | None, request: Request, may_run: bool = True) -> tuple[str, str]:
     """
     The choice of `sparse_measure`: the fastest of all backends that can serve the request, measured once per mask and
-    request; on a GPU, of those that a self-check there has found right. Arguments and result are those of
-    [`automatic`]; on a GPU where nothing may run, a request that has not been measured gets what that gives.
+    request; on a GPU, of those that a self-check there has found right. Where nothing may run there, a request that
+    has not been measured gets the choice of [`automatic`].
     """
     key = None if mask is None else mask.handle, request
     if key in _MEASURED:
@@ -279,17 +271,8 @@ def _capturing(device):
 
 def choose_backend(name: str, mask: SparseMask | None, *fields: Any) -> str:
     """
-    The backend that serves a request.
-
-    Args:
-        name (`str`): The attention implementation that the user set.
-        mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
-        fields: The fields of [`Request`], in order.
-
-    Returns:
-        `str`: A key of `BACKENDS`.
-    Raises:
-        ValueError: If `name` is not one of `ATTENTION_NAMES`, or cannot serve the request.
+    The backend, a key of `BACKENDS`, that serves a request, given as the fields of [`Request`], under the attention
+    implementation `name` that the user set. `mask` is `None` while searching.
     """
     if name not in ATTENTION_NAMES:
         raise ValueError(

@@ -66,10 +66,7 @@ def padding_for(length: int) -> torch.Tensor:
 
 
 def compare(name: str, device: torch.device, setting: Setting, length: int) -> Iterator[tuple[str, float, float]]:
-    """
-    What a backend computes on small inputs, its error and what is allowed: output and, with gradients, those of query,
-    key and value, under several masks.
-    """
+    """What a backend computes on small inputs under several [`masks`], its error and what is allowed."""
     padding = padding_for(length).to(device) if setting.padded else None
     shape = (4, 2 if padding is None else len(padding), length, HEADS, setting.head_size)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(length))
@@ -164,10 +161,7 @@ def examine(
     lengths: Sequence[int] = LENGTHS,
     say: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """
-    Compare one backend at some lengths; `say` is called with what is about to be done. The result is that of
-    [`finding_of`]; a `RuntimeError` if the device cannot be used any more.
-    """
+    """Compare one backend at some lengths: a [`finding_of`] it. `say` is called with what is about to be done."""
     worst: dict[str, dict[str, float]] = {}
     reason = None
     for length in lengths:
@@ -191,11 +185,10 @@ def examine(
 
 def _excess(found):
     """An error as a multiple of what is allowed."""
-    if math.isnan(found["error"]):
+    error, allowed = found["error"], found["allowed"]
+    if math.isnan(error) or (error and not allowed):
         return math.inf
-    if found["allowed"] == 0:
-        return math.inf if found["error"] else 0.0
-    return found["error"] / found["allowed"]
+    return error / allowed if allowed else 0.0
 
 
 def _described(error):
@@ -257,17 +250,8 @@ def check(
     num_heads: int = 12,
 ) -> None:
     """
-    Compare and time backends; `TRUSTED` is only timed on GPUs. `say` is called with the outcome so far before each
-    step, and at the end.
-
-    Args:
-        device (`str`): Such as `"cuda:0"`.
-        setting ([`Setting`]): What to check.
-        backends (`Sequence` of `str`): Keys of `BACKENDS`.
-        say (`Callable`): Takes an [`Outcome`].
-        mask (`str`, *optional*): Folder of the mask with which to take times; by default tiles near the diagonal.
-        lengths (`Sequence` of `int`, *optional*): Numbers of tokens with which to compare.
-        num_heads (`int`, *optional*, defaults to 12): Heads of the inputs that are timed without a mask.
+    Compare backends at some `lengths` and time them, see [`times`]; `TRUSTED` is only timed on GPUs. `say` is called
+    with the outcome so far before each step, and at the end.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)

@@ -58,22 +58,15 @@ def run_self_checks(
     **options: Any,
 ) -> list[Outcome]:
     """
-    Check backends in another process. If it ends before all is done, another one goes on with the next setting.
-
-    Args:
-        device (`str`): Such as `"cuda:0"`.
-        asked (`Sequence`): The settings, each with the backends to compare and time.
-        timeout (`float`, *optional*, defaults to 600.0): Seconds that each may take.
-        command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
-        options: Of `self_check.check`: `mask`, `lengths` and `num_heads`.
+    Check backends in another process, each setting with some backends, for `timeout` seconds at most. If it ends
+    before all is done, another one goes on with the next setting. `command` is [`program`] unless it is given;
+    `options` are those of `self_check.check`: `mask`, `lengths` and `num_heads`.
     """
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(asked):
-        rest = [(asdict(setting), list(backends)) for setting, backends in asked[len(outcomes) :]]
-        text = json.dumps({"device": device, "asked": rest} | options)
-        outcomes += _one_process(
-            [setting for setting, _ in asked[len(outcomes) :]], timeout, command or program(), text
-        )
+    while rest := asked[len(outcomes) :]:
+        wanted = [(asdict(setting), list(names)) for setting, names in rest]
+        text = json.dumps({"device": device, "asked": wanted} | options)
+        outcomes += _one_process([setting for setting, _ in rest], timeout, command or program(), text)
     return outcomes
 
 

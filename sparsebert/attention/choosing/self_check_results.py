@@ -28,18 +28,9 @@ TRUSTED = "sparse_sdpa"
 @dataclass(frozen=True)
 class Setting:
     """
-    The properties of a forward that a self-check is about.
-
-    Args:
-        dtype (`str`): Dtype of query, key and value, such as `"bfloat16"`.
-        head_size (`int`): Size of a head.
-        padded (`bool`): Whether there is padding.
-        dropout (`bool`): Whether there is attention dropout.
-        gradients (`bool`): Whether a backward pass follows.
-        causal (`bool`): Whether future keys are removed.
-        length (`int`): Number of tokens with which times are taken.
-        live (`int`): Tenths of the tiles, rounded up, that hold an entry of the mask with which times are taken.
-        partial (`int`): Tenths of these, rounded up, in which not all entries are on. A kernel takes longer for them.
+    The properties of a forward that a self-check is about, as in [`Request`], and those of the mask with which times
+    are taken: its number of tokens `length`, the tenths of its tiles, rounded up, that hold an entry (`live`), and the
+    tenths of these in which not all entries are on (`partial`), for which a kernel takes longer.
     """
 
     dtype: str

@@ -69,29 +69,14 @@ def _num_rows(num_queries, block, tile):
     return -(-rows // max(tile, 1)) * max(tile, 1)
 
 
-def _blocks(
-    query,
-    key,
-    table,
-    padding,
-    first,
-    last,
-    special,
-    seed,
-    learned_diagonal,
-    causal,
-    dropout,
-    scale,
-    block,
-    tile,
-    diagonal,
-):
+def _blocks(query, key, table, *rest):
     """
     The attention probabilities, block by block: one head of some sequences, or of some queries of one sequence. The
     order of the blocks and their random numbers are always the same. Yields the sequences, head and queries of the
     block, its place in `table`, its probabilities `(b, r, m)`, what dropout keeps of them (0 or 1; `None` without
     dropout), a buffer of that shape, and the factor of the bias (`None` for 1).
     """
+    padding, first, last, special, seed, learned_diagonal, causal, dropout, scale, block, tile, _ = rest
     batch, num_heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
     num_rows = _num_rows(num_queries, block, tile)
@@ -137,7 +122,7 @@ def _blocks(
 
 
 def _add_product(total, first, second, alpha, more):
-    """Set `total` to the product of two matrices, or add it if there is `more` in it; its dtype may be wider."""
+    """Set `total` to a product of matrices, or add it if there is `more` in it; its dtype may be wider."""
     if total.dtype == first.dtype:
         total.baddbmm_(first, second, beta=int(more), alpha=alpha)
     elif more:
@@ -147,15 +132,16 @@ def _add_product(total, first, second, alpha, more):
 
 
 def _table(query, bias, causal, block, tile, diagonal):
-    """What the blocks read of the bias."""
-    return offset_table(bias, _num_rows(query.shape[2], block, tile), tile, diagonal, causal) if tile else bias
+    """What the blocks read of the bias, and how many queries a block has."""
+    num_rows = _num_rows(query.shape[2], block, tile)
+    return offset_table(bias, num_rows, tile, diagonal, causal) if tile else bias, num_rows
 
 
 def _forward(query, key, value, bias, *rest):
     *_, causal, dropout, _, block, tile, diagonal = rest
     output = _rows(query)
     factor = 1 / _kept(dropout)[0]
-    table = _table(query, bias, causal, block, tile, diagonal)
+    table, _ = _table(query, bias, causal, block, tile, diagonal)
     for at, _, weights, keep, _, _ in _blocks(query, key, table, *rest):
         if keep is not None:
             weights.mul_(keep)
@@ -165,9 +151,9 @@ def _forward(query, key, value, bias, *rest):
 
 def _backward(grad, learned, query, key, value, bias, *rest):
     *_, causal, dropout, scale, block, tile, diagonal = rest
-    table = _table(query, bias, causal, block, tile, diagonal)
+    table, num_rows = _table(query, bias, causal, block, tile, diagonal)
     # Sums over blocks of queries are rounded once.
-    dtype = query.dtype if _num_rows(query.shape[2], block, tile) >= query.shape[2] else table.dtype
+    dtype = query.dtype if num_rows >= query.shape[2] else table.dtype
     dquery, dkey, dvalue = _rows(query), _rows(key, dtype), _rows(value, dtype)
     dbias = torch.zeros_like(table) if learned else table.new_empty(0)
     factor = 1 / _kept(dropout)[0]

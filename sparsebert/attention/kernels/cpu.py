@@ -31,11 +31,11 @@ MAX_HEAD_SIZE = 256
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
-    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor seed, bool first, "
-    "bool self_attention, bool causal, float dropout, float scale, Tensor? starts=None, int longest=0, int block=0, "
-    "int known=0, bool keep_self=False, int window=-1"
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor seed, "
+    "bool first, bool self_attention, bool causal, int block, int known, bool keep_self, int window, int longest, "
+    "float dropout, float scale"
 )
-_NUM_LAST = 5  # arguments after `starts`
+_NUM_TENSORS = 10
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
 library.define(
     f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor, Tensor)"
@@ -60,32 +60,13 @@ def _fits(tensor, dtype, shape):
     return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
 
-def _run(
-    function,
-    arrays,
-    begin,
-    end,
-    columns,
-    padding,
-    last,
-    seed,
-    first,
-    self_attention,
-    causal,
-    dropout,
-    scale,
-    starts=None,
-    longest=0,
-    block=0,
-    known=0,
-    keep_self=False,
-    window=-1,
-):
+def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *options):
     """
-    Call a function of the compiled library on `arrays`: query, key, value, output and gradients.
-
-    What is checked here keeps the library within its memory; callers have checked the same with better messages.
+    Call a function of the compiled library on `arrays`: query, key, value, output and gradients. What is checked here
+    keeps the library within its memory; callers have checked the same with better messages.
     """
+    *flags, longest, dropout, scale = options
+    block = flags[3]
     query, key, value, output = arrays[:4]
     shape, dtype = query.shape, query.dtype
     rows, heads, tokens, head_size = shape
@@ -128,32 +109,9 @@ def _run(
     error = operator[function](
         _pack(
             *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
-            begin.data_ptr(),
-            end.data_ptr(),
-            columns.data_ptr(),
-            0 if padding is None else padding.data_ptr(),
-            0 if last is None else last.data_ptr(),
-            0 if starts is None else starts.data_ptr(),
-            parallel_for,
-            table[1],
-            batch,
-            heads,
-            num_queries,
-            num_keys,
-            head_size,
-            tokens,
-            DTYPES.index(dtype),
-            torch.get_num_threads(),
-            seed.item(),
-            first,
-            self_attention,
-            causal,
-            block,
-            known,
-            keep_self,
-            window,
-            dropout,
-            scale,
+            *(0 if each is None else each.data_ptr() for each in (begin, end, columns, padding, last, starts)),
+            *(parallel_for, table[1], batch, heads, num_queries, num_keys, head_size, tokens, DTYPES.index(dtype)),
+            *(torch.get_num_threads(), seed.item(), *flags, dropout, scale),
         )
     )
     if error is not None:
@@ -187,15 +145,13 @@ def _backward_shapes(grad, query, key, value, *mask):
 
 
 def _remember(ctx, inputs, output):
-    *tensors, first, self_attention, causal, dropout, scale, starts = inputs[:-_NUM_LAST]
-    ctx.options, ctx.last_options = (first, self_attention, causal, dropout, scale), inputs[-_NUM_LAST:]
-    ctx.save_for_backward(*tensors, starts)
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
 
 
 def _differentiate(ctx, grad):
-    *tensors, starts = ctx.saved_tensors
-    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, *ctx.options, starts, *ctx.last_options)
-    return *gradients, *[None] * (len(tensors) - 3 + len(ctx.options) + 1 + _NUM_LAST)
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *[None] * (_NUM_TENSORS - 3 + len(ctx.options))
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -276,10 +232,7 @@ def _operator():
 
 @functools.cache
 def unavailable() -> str | None:
-    """
-    The reason why the operator cannot be used on this machine, or `None` if it can. Compiles it if that was not done
-    yet.
-    """
+    """Why the operator cannot be used on this machine, `None` if it can. Compiles it if that was not done yet."""
     try:
         _operator()
     except CompilationError as error:
@@ -315,18 +268,12 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
 def csr_backend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, None]:
-    """
-    A C++ operator on CPU that only visits the live entries of the mask. See [`Backend`] for the shapes; returns no
-    probabilities.
-    """
-    mask = inputs.sparse_mask
+    """A C++ operator on CPU that only visits the live entries of the mask."""
+    mask, documents = inputs.sparse_mask, inputs.documents
     assert mask is not None
-    seed = (
-        torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
-        if dropout
-        else torch.zeros(1, dtype=torch.int64, device="cpu")
-    )
-    documents = inputs.documents
+    seed = torch.zeros(1, dtype=torch.int64, device="cpu")
+    if dropout:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
     output = torch.ops.sparsebert.csr_attention(
         query,
         key,
@@ -334,17 +281,17 @@ def csr_backend(
         *inputs.compiled[0],
         None if inputs.padding is None else inputs.padding.contiguous(),
         per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
+        None if documents is None else documents.starts,
         seed,
         mask.special_tokens != "none",
         mask.diagonal is not False,
         inputs.causal,
-        dropout,
-        scaling,
-        None if documents is None else documents.starts,
-        inputs.num_keys,
         0 if mask.form == "table" else mask.block_size or 1,
         mask.length if mask.length_policy == "dense" else inputs.num_keys,
         mask.diagonal is True,
         -1 if inputs.window is None else inputs.window,
+        inputs.num_keys,
+        dropout,
+        scaling,
     )
     return output.transpose(1, 2), None

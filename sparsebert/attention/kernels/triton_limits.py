@@ -18,7 +18,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head sizes of the GPUs for which the kernels were compiled, by compute capability times 10. Others are refused: on
 # 12.0, for one, most configurations spill registers.
 GPUS = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: HEAD_SIZES, 100: HEAD_SIZES}
-INTERPRETED_BFLOAT16 = "Triton's interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
 
 
 def check(
@@ -30,17 +29,13 @@ def check(
     dropout: float,
     scaling: float,
 ) -> None:
-    """Refuse arguments of [`tile_attention`] that the kernels cannot serve."""
-    _, num_heads, length, head_size = query.shape
+    """Refuse arguments of [`tile_attention`] that do not fit, or of which a [`Request`] says nothing."""
+    num_heads, length = query.shape[1:3]
     form = TileForm(*tiles)
     if key.shape[2] != length:
         raise ValueError(
             f"sparse_triton needs as many keys as queries, got {key.shape[2]} keys and {length} queries: "
             "key/value caches are not supported, use sparse_sdpa"
-        )
-    if head_size not in HEAD_SIZES:
-        raise ValueError(
-            f"head size must be one of {', '.join(map(str, HEAD_SIZES))} in sparse_triton, got {head_size}"
         )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
@@ -53,10 +48,6 @@ def check(
                 f"a sequence of {name} must span fewer than 2^31 numbers in sparse_triton, got "
                 f"{abs(tensor.stride(2)) * length}"
             )
-    if query.device.type != "cuda" and not interpreted():
-        raise ValueError(f"sparse_triton needs a CUDA device, got query on {query.device.type}: use sparse_sdpa")
-    if query.dtype == torch.bfloat16 and interpreted():
-        raise ValueError(f"sparse_triton cannot run here: {INTERPRETED_BFLOAT16}")
     shape = (num_heads, -(-length // TILE), -(-length // TILE))
     if tuple(form.tiles.shape) != shape or form.pool.shape[1] != TILE or form.pool.dtype != torch.int64:
         raise ValueError(
@@ -108,7 +99,7 @@ def refuse(request: Request) -> str | None:
     if request.dtype not in DTYPES:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if on_cpu and request.dtype == torch.bfloat16:
-        return INTERPRETED_BFLOAT16
+        return "Triton's interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
     if in_func_grad():
         return NO_FUNC_GRADIENTS
     return None
