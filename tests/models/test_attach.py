@@ -586,6 +586,7 @@ def test_other_architectures_are_refused_by_name(config):
         ("window", {"sparsity_weight": 1.0}, "sparsity_weight has no meaning for a pattern: the fields may be"),
         (random_mask(), {"mask_length": 8}, "mask_length has no meaning for a given mask"),
         ("dam_s", {"pattern_kwargs": {}}, "pattern_kwargs has no meaning for a search"),
+        ("window", {"token_mixers": ["sepconv", "attention"]}, "token_mixers has no meaning"),
         ("dam_s", {"temprature": 1.0}, "temprature has no meaning for a search"),
         ("dam_s", {"temperature": -1.0}, "temperature.*must be in .0, 1000.0., got -1.0"),
         ("dam_s", {"special_tokens": "last"}, "special_tokens.*must be one of 'none', 'first', 'first_last'"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM
 
 from sparsebert import (
     MIXERS,
@@ -15,7 +15,6 @@ from sparsebert import (
     SparseBertForSequenceClassification,
     SparseBertModel,
     SparseMask,
-    attach,
     extend_positions,
     load,
 )
@@ -272,11 +271,6 @@ def test_stock_attention_names(tiny_config, names):
     torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="'flash_attention_2' would ignore the mask.*sparse_sdpa"):
         model.set_attn_implementation("flash_attention_2")
-
-
-def test_a_stock_model_keeps_its_attention(tiny_config):
-    with pytest.raises(ValueError, match="token_mixers has no meaning"):
-        attach(BertModel(tiny_config(BertConfig)), "window", token_mixers=["sepconv", "attention"])
 
 
 # Parameters at the size of BERT-base
