@@ -39,13 +39,9 @@ def test_doctor_on_a_cpu(tmp_path, capsys):
     assert found["machine"]["cpu"] and found["machine"]["cores"] == os.cpu_count()
     assert set(found["backends"]) == set(BACKENDS) and found["device"] == "cpu" and found["problems"] == []
     assert found["backends"]["sparse_cpu"] is None and "CUDA" in found["backends"]["sparse_triton"]
-    phases = [
-        {name: True for name in ("padded", "dropout", "gradients") if check["setting"][name]}
-        for check in found["outcomes"]
-    ]
-    assert phases == list(doctor.PHASES)
-    for check in found["outcomes"]:
-        assert [check["setting"][name] for name in ("dtype", "head_size", "length")] == ["float32", 16, 32]
+    for phase, check in zip(doctor.PHASES, found["outcomes"], strict=True):
+        expected = {"dtype": "float32", "head_size": 16, "length": 32, "padded": False, "dropout": False}
+        assert check["setting"].items() >= (expected | {"gradients": False} | phase).items()
         assert check["ended"] == FINISHED and set(check["backends"]) == {"sparse_cpu", "sparse_sdpa"}
         for finding in check["backends"].values():
             assert finding["right"] and finding["milliseconds"] > 0
@@ -102,7 +98,7 @@ def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, line",
     [
         (["mps"], "device must be one of 'cpu', 'cuda', got 'mps'"),
         (["gpu"], "device must be a device of torch, such as cpu or cuda:0, got 'gpu'"),
@@ -114,12 +110,9 @@ def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
         (["--length", "0"], "length must be an integer from 1"),
         (["--timeout", "0"], "timeout must be a number of at least 1, got 0"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_doctor_refuses(arguments, said, capsys):
-    assert main(["doctor", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err and printed.out == ""
+def test_doctor_refuses(arguments, line, said):
+    assert line in said(["doctor", *arguments])
 
 
 def test_gpus_are_shown():

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import zlib
@@ -140,13 +141,11 @@ def test_what_is_too_large_is_drawn_in_cells(mask, room):
     cells = unpacked(data["picture"])
     assert data["kind"] == "cells" and data["step"] > 1 and len(cells) <= room
     cells = cells.reshape(-1, data["size"], data["size"])
-    for head, table in zip(cells, mask.to_table()[0].numpy(), strict=True):
-        for row in (0, 1, data["size"] - 1):
-            for column in (0, 3, data["size"] - 1):
-                rows, columns = (slice(place * data["step"], (place + 1) * data["step"]) for place in (row, column))
-                share = table[rows, columns].mean()
-                assert head[row, column] / 255 == pytest.approx(share, abs=1 / 255)
-                assert (head[row, column] == 0) == (share == 0) and (head[row, column] == 255) == (share == 1)
+    places = itertools.product((0, 1, data["size"] - 1), (0, 3, data["size"] - 1))
+    for place, (head, table) in itertools.product(places, zip(cells, mask.to_table()[0].numpy(), strict=True)):
+        share = table[tuple(slice(index * data["step"], (index + 1) * data["step"]) for index in place)].mean()
+        assert head[place] / 255 == pytest.approx(share, abs=1 / 255)
+        assert (head[place] == 0) == (share == 0) and (head[place] == 255) == (share == 1)
 
 
 def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask(monkeypatch):
@@ -200,8 +199,7 @@ def test_texts_stay_texts():
 def test_a_page_of_runs_alone():
     page = Page(make_page([], {Path("a/run"): FINETUNED, Path("b/run"): FINETUNED}))
     assert [entry.split(":")[0].strip() for _, entry in page.all("li")] == ["a/run", "b/run"]
-    assert page.data == [] and "None of the runs has a mask" in page.all("main")[0][1]
-    assert "zoom" not in [attributes.get("id") for _, attributes, _ in page.elements]
+    assert page.data == [] and "zoom" not in [attributes.get("id") for _, attributes, _ in page.elements]
 
 
 def test_scores_are_grouped_by_what_was_measured():
@@ -284,7 +282,7 @@ def test_masks_of_one_name_and_of_seeds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, line",
     [
         (["-o", "mine.html"], "exists: choose another, or pass --overwrite"),
         (["-o", "report.txt"], "output must be the name of an .html file, got '"),
@@ -293,13 +291,12 @@ def test_masks_of_one_name_and_of_seeds(tmp_path):
         (["--overwrite"], "--overwrite needs --output"),
     ],
 )
-def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, monkeypatch, flags, said):
+def test_where_no_page_can_be_written(mask_folder, tmp_path, said, monkeypatch, flags, line):
     monkeypatch.chdir(tmp_path)
     Path("folder.html").mkdir()
     for name in ("file", "mine.html"):
         Path(name).write_text("mine")
-    assert main(["report", str(mask_folder), *flags]) == 2
-    assert said in capsys.readouterr().err and Path("mine.html").read_text() == "mine"
+    assert line in said(["report", mask_folder, *flags]) and Path("mine.html").read_text() == "mine"
     assert main(["report", str(mask_folder), "-o", "mine.html", "--overwrite"]) == 0
     assert Path("mine.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     with pytest.raises(OSError, match=r"'nothing/a\.html'$"):
@@ -307,7 +304,7 @@ def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "files, said",
+    "files, line",
     [
         ({}, "holds neither metrics.json nor a mask"),
         ({"metrics.json": "{"}, "metrics.json: damaged or not JSON"),
@@ -316,14 +313,10 @@ def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, monkeypatch
         ({"metrics.json": '{"sparsity": "x", "positions": {}, "seconds": 1}'}, "its metrics are incomplete"),
         ({"mask_config.json": "{}", "mask.safetensors": ""}, "mask_config.json"),
     ],
-    ids=["empty", "no JSON", "a list", "another kind", "a text", "damaged mask"],
 )
-def test_what_cannot_be_reported(tmp_path, capsys, files, said):
-    folder, output = tmp_path / "given", tmp_path / "report.html"
-    folder.mkdir()
+def test_what_cannot_be_reported(tmp_path, said, files, line):
+    (tmp_path / "given").mkdir()
     for name, text in files.items():
-        (folder / name).write_text(text)
-    for flags in ([], ["-o", str(output)]):
-        assert main(["report", str(folder), *flags]) == 2
-        error = capsys.readouterr().err
-        assert said in error and len(error.splitlines()) == 1 and not output.exists()
+        (tmp_path / "given" / name).write_text(text)
+    for flags in ([], ["-o", tmp_path / "report.html"]):
+        assert line in said(["report", tmp_path / "given", *flags]) and not (tmp_path / "report.html").exists()
