@@ -13,9 +13,9 @@ import torch
 from ..checks import check_installed
 from ..masks.expansion import special_entries, toeplitz_index
 from ..masks.sparse_mask import SparseMask
+from .statistics import CONFIDENCE
 
 
-CONFIDENCE = 0.95
 KEPT = "P, probability that the position is kept"
 SKETCH_LENGTH = 16
 

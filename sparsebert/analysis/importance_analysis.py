@@ -14,7 +14,6 @@ import torch
 
 from ..files import make_folder, write_metrics
 from .importance import (
-    CONFIDENCE,
     IMPORTANCE_GROUPS,
     SKETCH_LENGTH,
     analyzed_special_tokens,
@@ -26,6 +25,7 @@ from .importance import (
 from .pictures.importance_pictures import plot_groups, plot_mean_probs, plot_offset_profile, plot_sketch
 from .pictures.mask_pictures import plot_heads
 from .saved_runs import MASK_ONLY, Run, read_runs
+from .statistics import CONFIDENCE
 from .tables import Table
 
 

@@ -113,20 +113,15 @@ def _cases(options):
     """All that is asked for, before any of it is checked."""
     length = DEFAULT_LENGTH if options.length is None else options.length
     common = {"diagonal": not options.without_diagonal, "seed": options.seed}
-    hub_arguments = options.hub_arguments(*(s for s in options.sources or () if not is_pattern(s)))
+    saved_sources = [source for source in options.sources or () if not is_pattern(source)]
+    hub_arguments = options.hub_arguments(*saved_sources)
     cases = []
-    for source in options.sources or ():
-        if is_pattern(source):
-            layout = options.head_configuration
-            cases.append(
-                pattern_case(
-                    source, length, options.num_heads, options.parameters, head_configuration=layout, **common
-                )
-            )
+    for name in filter(is_pattern, options.sources or ()):
+        layout = {"head_configuration": options.head_configuration}
+        cases.append(pattern_case(name, length, options.num_heads, options.parameters, **layout, **common))
     if options.all:
         cases += pattern_cases(length, options.num_heads, **common)
-    for source in options.sources or ():
-        if not is_pattern(source):
-            saved = read_saved_mask(source, **hub_arguments)
-            cases.append(saved_case(source, saved.mask, options.length, saved.is_decoder, saved.token_mixers))
+    for source in saved_sources:
+        saved = read_saved_mask(source, **hub_arguments)
+        cases.append(saved_case(source, saved.mask, options.length, saved.is_decoder, saved.token_mixers))
     return cases

@@ -6,6 +6,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -167,11 +168,8 @@ def text_format(file: str | Path, compressions: Collection[str], uncompressed: t
 
 
 def _read_files(files: list[Path]) -> Iterator[list[str]]:
-    def read() -> Iterator[list[str]]:
-        for file in files:
-            yield from file_documents(file, text_format(file, COMPRESSIONS), open_binary)
-
-    return _with_text(read(), ", ".join(repr(str(file)) for file in files))
+    documents = (file_documents(file, text_format(file, COMPRESSIONS), open_binary) for file in files)
+    return _with_text(chain.from_iterable(documents), ", ".join(repr(str(file)) for file in files))
 
 
 def file_documents(file: str | Path, kind: str, open_file: Callable[[Any], IO[bytes]]) -> Iterator[list[str]]:
@@ -268,9 +266,7 @@ def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str |
 
     rows = datasets.load_dataset(name, *config, split="train", streaming=True)
 
-    def read() -> Iterator[list[str]]:
-        for number, row in enumerate(rows):
-            yield document_of(row, f"row {number} of {source!r}")
+    documents = (document_of(row, f"row {number} of {source!r}") for number, row in enumerate(rows))
 
     def find_commit() -> str | None:
         from huggingface_hub import HfApi
@@ -281,7 +277,7 @@ def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str |
             return None
         return None if commit is None else _hash([repr((name, config, commit)).encode()])
 
-    return _with_text(read(), repr(source)), find_commit
+    return _with_text(documents, repr(source)), find_commit
 
 
 def hub_source(source: str) -> tuple[str, list[str]]:

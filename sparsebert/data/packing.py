@@ -6,12 +6,6 @@ from typing import Any
 import torch
 
 
-def restarting_positions(input_ids: torch.Tensor, cls_token_id: int) -> torch.Tensor:
-    """The `position_ids` of packed rows `(batch_size, sequence_length)`, which restart at every `[CLS]`."""
-    column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    return column - torch.where(input_ids == cls_token_id, column, 0).cummax(-1).values
-
-
 class PackedCollator:
     """
     A collator whose batches say where the documents of their rows begin, by `position_ids` that restart. A model with
@@ -26,7 +20,9 @@ class PackedCollator:
         batch = self.collator(rows)
         ids, labels = batch["input_ids"], batch["labels"]
         # A token that was replaced at random may have become a [CLS].
-        positions = restarting_positions(torch.where(labels == -100, ids, labels), self.cls_token_id)
+        begins = torch.where(labels == -100, ids, labels) == self.cls_token_id
+        column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = column - torch.where(begins, column, 0).cummax(-1).values
         # Nothing before a document predicts its first token.
         return {**batch, "position_ids": positions, "labels": labels.masked_fill(positions == 0, -100)}
 
@@ -42,5 +38,4 @@ class PackedCollator:
 
     def for_evaluation(self) -> "PackedCollator":
         """The same around a collator that masks an example the same way in all epochs."""
-        make = getattr(self.collator, "for_evaluation", None)
-        return self if make is None else PackedCollator(make(), self.cls_token_id)
+        return self.for_epoch(-1)

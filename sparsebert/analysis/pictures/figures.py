@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 
 DPI = 150
 # Okabe and Ito's colors, which readers with any color vision can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLORS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLORS
 # More rows than a panel has pixels.
 _MOST_CELLS = 1024
 

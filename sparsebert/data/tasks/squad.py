@@ -1,7 +1,8 @@
 """SQuAD v1.1 and v2.0: find the answer to a question in a paragraph, or tell that there is none."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def _parse(name: str, source: Source, questions: list[dict], skip_bad: bool) -> 
     import datasets
 
     columns: dict[str, Any] = dict.fromkeys(("id", "title", "question", "context"), datasets.Value("string"))
-    parse = _parser(name, labeled=any(map(_has_answers, questions)))
+    parse = partial(_parse_question, name, any(map(_has_answers, questions)))
     examples, skipped = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
     if len({example["id"] for example in examples}) < len(examples):
         logger.warning(f"{source}: some ids occur more than once; the questions are numbered from 0 instead.")
@@ -108,30 +109,26 @@ def _has_answers(question: dict) -> bool:
     return not (answers and all(isinstance(answer, dict) and answer.get("text") == "" for answer in answers))
 
 
-def _parser(name: str, labeled: bool) -> Callable[[dict], dict]:
-    """Return a function that checks a question and returns its columns."""
-
-    def parse(row: dict) -> dict:
-        example = {field: row[field] for field in ("id", "title", "question", "context")}
-        question = f"question {row['id']!r}"
-        for field, text in example.items():
-            if not text.isascii() and not is_unicode(text):
-                raise BadRow(field, f"{question} has half of a surrogate pair, which is no character")
-        for field in ("question", "context"):
-            if not row[field].strip():
-                raise BadRow(field, f"{question} has an empty {field}")
-        if labeled:
-            answers = row.get("answers")
-            if not isinstance(answers, list):
-                raise BadRow("answers", f"{question} has no list of answers, unlike others in the file")
-            if not answers and name == "squad":
-                raise BadRow("answers", f"{question} has no answer, which only squad_v2 allows")
-            if "is_impossible" in row and bool(row["is_impossible"]) == bool(answers):
-                raise BadRow("is_impossible", f"{question} has {len(answers)} answers, but {row['is_impossible']!r}")
-            example["answers"] = [_check_answer(question, answer, row["context"]) for answer in answers]
-        return example
-
-    return parse
+def _parse_question(name: str, labeled: bool, row: dict) -> dict:
+    """Check a question and return its columns."""
+    example = {field: row[field] for field in ("id", "title", "question", "context")}
+    question = f"question {row['id']!r}"
+    for field, text in example.items():
+        if not text.isascii() and not is_unicode(text):
+            raise BadRow(field, f"{question} has half of a surrogate pair, which is no character")
+    for field in ("question", "context"):
+        if not row[field].strip():
+            raise BadRow(field, f"{question} has an empty {field}")
+    if labeled:
+        answers = row.get("answers")
+        if not isinstance(answers, list):
+            raise BadRow("answers", f"{question} has no list of answers, unlike others in the file")
+        if not answers and name == "squad":
+            raise BadRow("answers", f"{question} has no answer, which only squad_v2 allows")
+        if "is_impossible" in row and bool(row["is_impossible"]) == bool(answers):
+            raise BadRow("is_impossible", f"{question} has {len(answers)} answers, but {row['is_impossible']!r}")
+        example["answers"] = [_check_answer(question, answer, row["context"]) for answer in answers]
+    return example
 
 
 def _check_answer(question: str, answer: dict, context: str) -> dict:
