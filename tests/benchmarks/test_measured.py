@@ -64,13 +64,6 @@ def test_what_was_not_run_is_said(monkeypatch, tmp_path):
     assert written(page) == page.replace("old\n", NOT_RUN)
 
 
-def test_the_first_tables_of_an_experiment_are_shown():
-    (table,) = reproduced("copying")
-    assert table.columns == ["series", "depth 1", "depth 2", "depth 3", "depth 4"] and len(table.rows) == 8
-    (table,) = reproduced("translation")
-    assert table.columns[:3] == ["cell", "removed", "BLEU"]
-
-
 @pytest.mark.parametrize(
     "path", sorted([*REPRODUCED.glob("*.json"), *REPRODUCED.glob("*/*.json")]), ids=lambda path: path.stem
 )

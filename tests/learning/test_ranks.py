@@ -1,4 +1,4 @@
-"""The processes of a distributed training: the same logits after every step, and the same frozen mask."""
+"""The processes of a distributed training: their noise, the same logits after every step, the same frozen mask."""
 
 import json
 import os
@@ -8,15 +8,18 @@ import sys
 import time
 
 import pytest
+import torch
 from processes import run_ranks
 
 from sparsebert.files import UNFINISHED_NAME
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, newest_whole
 
 
-# Two processes train three models: as they should, with logits that one of them changes, and with different masks.
+# Two processes train three models: as they should, with logits that one of them changes, and with different masks; and
+# some more with noise of their own or shared, with seeds that are alike, as a Trainer sets them, or not.
 CHILD = """
 from hashlib import sha256
+import torch
 from transformers import TrainerCallback, TrainingArguments
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.learning.rank_agreement import MaskMismatchError
@@ -59,6 +62,29 @@ for name in ("as it should be", "changed logits", "other masks"):
     frozen = model.sparse_attention.mask
     found[name] = {"error": error, "steps": watch.steps, "logits": watch.logits, "world_size": arguments.world_size,
                    "mask": None if frozen is None else frozen.keep.flatten().tolist()}
+
+for share_noise in (False, True):
+    for seeds_differ in (False, True):
+        torch.manual_seed(0)
+        config = SparseBertConfig(**sizes, search="dam_u", share_noise=share_noise, sparsity_weight=0.01)
+        model = SparseBertForMaskedLM(config).train()
+        attention = model.sparse_attention
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(5 + rank * seeds_differ)
+        samples = []
+        for step in range(3):
+            ids = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            parallel(input_ids=ids, labels=ids).loss.backward()
+            samples.append(attention._sample.detach().flatten().tolist())
+            optimizer.step()
+        weights = {name: weight for name, weight in model.named_parameters()}
+        found[f"noise {share_noise} {seeds_differ}"] = {
+            "samples": samples,
+            "gradients": {name: weight.grad.double().sum().item() for name, weight in weights.items()},
+            "logits": attention.mask_logits.flatten().tolist(),
+        }
 """
 
 
@@ -86,6 +112,22 @@ def test_different_masks_stop_the_run_before_its_first_step(ranks):
     first, second = (rank["other masks"] for rank in ranks)
     assert first["error"] == second["error"] and "rank 1 has SparseMask(" in first["error"]
     assert first["steps"] == second["steps"] == 0 and first["mask"] != second["mask"]
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True], ids=["same seeds", "other seeds"])
+@pytest.mark.parametrize("share_noise", [False, True], ids=["own", "shared"])
+def test_noise_of_two_processes(ranks, share_noise, seeds_differ):
+    first, second = (rank[f"noise {share_noise} {seeds_differ}"] for rank in ranks)
+    assert first["logits"] == second["logits"] and first["gradients"] == second["gradients"]
+    drawn, other = (torch.tensor(rank["samples"]) for rank in (first, second))
+    assert not torch.equal(drawn[0], drawn[1])
+    if share_noise:
+        assert torch.equal(drawn, other)
+        return
+    # P is near 1/2: half a turn takes nearly every entry to the other side, another seed half of them.
+    apart = (drawn != other).float().mean().item()
+    assert apart == pytest.approx(0.5, abs=0.05) if seeds_differ else apart > 0.95
+    assert drawn.mean() == pytest.approx(0.5, abs=0.05) and other.mean() == pytest.approx(0.5, abs=0.05)
 
 
 # Two processes run the same command, as torchrun starts them. Each writes its number, and in the end its exit code.

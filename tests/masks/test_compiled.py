@@ -51,13 +51,6 @@ def test_base_table_leaves_the_mask_as_it_is():
     assert torch.equal(mask.keep, before)
 
 
-def test_base_table_beyond_the_mask():
-    assert base_table(make_mask(length_policy="dense"), 12)[..., 9:, :].all()
-    assert not base_table(SparseMask(torch.ones(HEADS, 4, dtype=torch.bool), 9, "offsets"), 12)[..., 0, 4:].any()
-    with pytest.raises(ValueError, match="12 tokens is longer than the mask"):
-        base_table(make_mask(), 12)
-
-
 def test_each_layer_has_its_form():
     mask = make_mask(special_tokens="first")
     forms = compiled(mask, count_form, 9, False, CPU, special="first")

@@ -559,15 +559,14 @@ def test_wrong_names_and_tokens_are_one_line(hub, client, shared, tmp_path):
     assert "the Hub failed with status 503" in client.refused("masks", shared)
 
 
-def test_no_token_is_written(client, tmp_path, checkpoints, glue_folder):
+def test_no_token_is_written(client, tmp_path, checkpoints, finetuning_flags):
     """A run on a model of the Hub: its recipe and checkpoints know the model's revision, not the token."""
     run = tmp_path / "run"
     client.run('mask_of("star").push_to_hub("user/stars", subfolder="star-80")')
     client.done("push", checkpoints["stock"], "--repo_id", "user/model", "--revision", "v1")
-    words = ["finetune", "--task", "rte", "--data", glue_folder, "--model", "user/model", "--revision", "v1"]
-    words += ["--token", "hf_local", "--mask", "user/stars", "--mask_subfolder", "star-80", "--max_length", 16]
-    words += ["--max_steps", 1, "--save_strategy", "steps", "--save_steps", 1, "--use_cpu", "--output_dir", run]
-    client.done(*words)
+    words = ["--model", "user/model", "--revision", "v1", "--token", "hf_local", "--mask", "user/stars"]
+    words += ["--mask_subfolder", "star-80", "--max_length", 16, "--save_strategy", "steps", "--save_steps", 1]
+    client.done(*finetuning_flags(run, *words))
     assert "revision: v1" in (run / "recipe.yaml").read_text()
     written = [path for path in run.rglob("*") if path.is_file()]
     assert len(written) > 10 and not [path for path in written if b"hf_local" in path.read_bytes()]
@@ -575,12 +574,11 @@ def test_no_token_is_written(client, tmp_path, checkpoints, glue_folder):
     assert "base_model: user/model" in (run / "README.md").read_text()
 
 
-def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, checkpoints, glue_folder):
+def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, finetuning_flags):
     """Without the lock and the mark of a run that goes on, which are in the folder while it is pushed."""
-    words = ["finetune", "--task", "rte", "--data", glue_folder, "--model", checkpoints["window"], "--max_length", 16]
-    words += ["--max_steps", 1, "--use_cpu", "--output_dir", tmp_path / "run", "--report_to", "none"]
     for flags in ((), ("--overwrite",)):
-        client.done(*words, "--push_to_hub", "--hub_model_id", "user/pushed", *flags)
+        words = finetuning_flags(tmp_path / "run", "--push_to_hub", "--hub_model_id", "user/pushed", *flags)
+        client.done(*words)
         files = set(hub.repos["user/pushed"].files)
         assert "mask.safetensors" in files and not [name for name in files if "lock" in name or "unfinished" in name]
         for name in ("metrics.json", "recipe.yaml", "heads.png", "README.md"):

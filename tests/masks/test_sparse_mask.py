@@ -88,15 +88,6 @@ def test_mask_is_a_snapshot():
         mask.diagonal = False
 
 
-def test_density_and_sparsity():
-    keep = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
-    keep[0, 0, 0, :2] = True
-    mask = SparseMask(keep, 4)
-    assert mask.density == pytest.approx(2 / 32)
-    assert mask.sparsity == pytest.approx(30 / 32)
-    assert SparseMask(keep, 4, special_tokens="first").density == pytest.approx(14 / 32)
-
-
 def test_empty_rows():
     keep = torch.zeros(2, 3, 4, dtype=torch.bool)
     keep[1, :, 1] = True
@@ -178,12 +169,6 @@ def test_round_trip(tmp_path, form, num_layers):
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["README.md", WEIGHTS, CONFIG]
     assert SparseMask.from_pretrained(tmp_path, subfolder="new/folder") == mask
     assert json.loads((tmp_path / "new" / "folder" / CONFIG).read_text())["sparsity"] == round(mask.sparsity, 6)
-
-
-def test_saving_over_another_mask(tmp_path):
-    make_mask("table").save_pretrained(tmp_path)
-    make_mask("offsets").save_pretrained(tmp_path)
-    assert SparseMask.from_pretrained(tmp_path) == make_mask("offsets")
 
 
 @pytest.fixture

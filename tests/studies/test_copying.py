@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sparsebert import SparseMask
 from sparsebert.masks.patterns import build_pattern
 from studies.other_papers.copying_task import (
     CopyingArguments,
@@ -173,8 +172,3 @@ def test_backends_agree():
         model = CopyingModel(dataclasses.replace(arguments, attn_implementation=backend))
         outputs.append(model(copying_sequences(2, 7, 8, seed=0))["logits"])
     assert_close(*outputs)
-
-
-def test_mask_has_a_layer_for_each_attention_layer():
-    mask = CopyingArguments(depth=4, pattern="strided_cycle", head_configuration="sequential").mask()
-    assert isinstance(mask, SparseMask) and (mask.num_layers, mask.num_heads, mask.length) == (4, 4, 256)
