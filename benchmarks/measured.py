@@ -19,15 +19,7 @@ from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
 
-from . import (
-    cost_model,
-    data_memory,
-    encoders,
-    engines,
-    long_inputs,
-    padding,
-    pretrain,
-)
+from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain
 from .gpu import model as gpu_model
 from .shared import cpu_tables, gpu_tables
 from .shared.report import PHASES, RESULTS, ROOT

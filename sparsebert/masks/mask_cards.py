@@ -170,10 +170,7 @@ def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def bare_mask_card(
-    name: str,
-    description: Mapping[str, Any],
-    sparsities: Sequence[Sequence[float]],
-    metadata: Mapping[str, Any],
+    name: str, description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
 ) -> ModelCard:
     """The card of a mask without a model, see [`describe_mask`]; `name` is that of its folder."""
     recorded = name_in(metadata, "base_model")

@@ -7,27 +7,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-)
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HTTPError
 from transformers.utils import CONFIG_NAME
 
 from ..files import METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
 from .listing import list_masks, listed
-from .mask_cards import (
-    CARD_NAME,
-    bare_mask_card,
-    card_sections,
-    collection_card,
-    make_card,
-    own_card,
-    renamed,
-    signed,
-)
+from .mask_cards import CARD_NAME, bare_mask_card, card_sections, collection_card, make_card, own_card, renamed, signed
 from .mask_files import (
     MASK_CONFIG_NAME,
     MASK_STATE,

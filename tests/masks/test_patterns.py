@@ -71,8 +71,7 @@ def test_longformer_as_in_the_text():
 
 
 @pytest.mark.parametrize(
-    "name, sparsities",
-    [("strided_cycle", (93, 87, 93)), ("fixed_cycle", (93, 87, 93)), ("star_cycle", (87, 87, 87))],
+    "name, sparsities", [("strided_cycle", (93, 87, 93)), ("fixed_cycle", (93, 87, 93)), ("star_cycle", (87, 87, 87))]
 )
 def test_sparsity_of_cycles(name, sparsities):
     """O(n) Connections, Table 1, n = 256, in whole percent."""

@@ -41,8 +41,7 @@ def entry(mask, layer, head, i, j):
 
 @pytest.mark.parametrize("diagonal", [None, False, True])
 @pytest.mark.parametrize(
-    "form, policy",
-    [each for each in itertools.product(FORMS, LENGTH_POLICIES) if each != ("table", "extend")],
+    "form, policy", [each for each in itertools.product(FORMS, LENGTH_POLICIES) if each != ("table", "extend")]
 )
 def test_entries_by_their_definition(form, policy, diagonal):
     """Structure, then special tokens, then the diagonal, at the mask's own length and others."""
