@@ -45,11 +45,8 @@ def pull_folder(
     interrupted download has is kept next to the folder, and the next one continues with it. Returns the names of the
     files.
 
-    Args:
-        revision, token: See `snapshot_download`.
-        subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
-        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
-            other names that do not belong to it stay, and so does a `README.md` that this package did not write.
+    The files of a `subfolder` go to `output_dir` itself. `overwrite` replaces the mask or model that is there; files
+    of other names that do not belong to it stay, and so does a `README.md` that this package did not write.
     """
     output = Path(output_dir).resolve()
     if output in (Path.cwd(), *Path.cwd().parents):

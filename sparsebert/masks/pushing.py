@@ -66,14 +66,9 @@ def push_folder(
     the commit, and the names of the pushed files.
 
     Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package did
-    not write stays. Beside masks in subfolders, the README.md of the repository lists them.
-
-    Args:
-        private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
-        tags (`list[str]`, *optional*): Tags to add to the card.
-        mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
-        replaced (`list[str]`, *optional*): Files to delete that the folder lacks, besides weights; by default those of
-            another state of the mask or another run.
+    not write stays. Beside masks in subfolders, the README.md of the repository lists them. `mask_only` leaves out the
+    model of a mask; `replaced` names the files to delete that the folder lacks, besides weights, by default those of
+    another state of the mask or another run.
     """
     folder = Path(folder)
     names = check_pushable(folder, mask_only)
