@@ -352,7 +352,7 @@ def pretraining_flags(word_tokenizer, tmp_path_factory):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def finetuning_flags(checkpoints, glue_folder):
     """`finetuning_flags(output, *flags)`: words of `sparsebert finetune` for two steps of RTE."""
     fields = {
@@ -364,10 +364,23 @@ def finetuning_flags(checkpoints, glue_folder):
 
 
 @pytest.fixture(scope="session")
-def saved_run(pretraining_flags, tmp_path_factory):
+def finished(pretraining_flags, finetuning_flags, tmp_path_factory):
+    """`finished(verb, folder)`: the folder, with a finished search of `pretrain` or a run of `finetune` in it."""
+
+    @cache
+    def run(verb):
+        folder = tmp_path_factory.mktemp("finished") / "run"
+        words = pretraining_flags(folder, *SEARCH) if verb == "pretrain" else finetuning_flags(folder)
+        assert main(words) == 0
+        return folder
+
+    return lambda verb, folder: Path(shutil.copytree(run(verb), folder, dirs_exist_ok=True))
+
+
+@pytest.fixture(scope="session")
+def saved_run(finished, tmp_path_factory):
     """Folder of a search with checkpoints 2, 4 and 6, not finished. To be copied, not changed."""
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    assert main(pretraining_flags(folder, *SEARCH)) == 0
+    folder = finished("pretrain", tmp_path_factory.mktemp("saved"))
     (folder / "metrics.json").unlink()
     return folder
 

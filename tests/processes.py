@@ -1,5 +1,6 @@
 """Processes of their own, forked from one that has imported everything, so that each costs little."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -16,7 +17,8 @@ from sparsebert.commands import main
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["sparsebert.training.pretraining.pretraining_run", "sparsebert.commands.pretrain", "pytest"]
+    [f"sparsebert.training.{name}" for name in ("pretraining.pretraining_run", "searching.search_run")]
+    + ["sparsebert.training.finetuning.finetuning_runs", "sparsebert.commands.pretrain", "pytest"]
 )
 
 
@@ -101,6 +103,7 @@ def _code(code, arguments, paths):
 
 
 def _to_files(paths):
+    gc.freeze()  # what has been imported, which each collection would look at again
     torch.set_num_threads(1)
     for descriptor, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)

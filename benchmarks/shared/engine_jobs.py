@@ -7,6 +7,7 @@ Each process writes what it found to `FOLDER/ENGINE-RANK.json`, by job. Accelera
 accelerators only; here it is given the state that it would make there.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -231,7 +232,8 @@ def worker(folder, engine, jobs, rank):
 def main():
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
     if any(engine.startswith("ZeRO") for engine in plan):
-        import deepspeed  # noqa: F401 - once for all processes
+        from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - takes seconds, once for all processes
+    gc.freeze()  # nor need each of them look again at what has been imported
     failed = []
     for engine, jobs in plan.items():
         (folder / engine).mkdir(parents=True, exist_ok=True)

@@ -46,8 +46,7 @@ def metrics_of(folder):
 def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
     assert finetune(recipe()) == tmp_path / "run"
     assert metrics_of(tmp_path / "run")["seed"] == 42
-    weights = tmp_path / "run/model.safetensors"
-    time = weights.stat().st_mtime_ns
+    time = (weights := tmp_path / "run/model.safetensors").stat().st_mtime_ns
     finetune(recipe())  # finished
     assert weights.stat().st_mtime_ns == time
     with pytest.raises(ValueError, match="training.learning_rate 'unset', not 0.001"):
@@ -59,7 +58,8 @@ def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
 
 
 def test_a_folder_of_another_task(recipe):
-    finetune(recipe(seeds=2))
+    folder = finetune(recipe({"seed": 7}, seeds=2))
+    assert {path.name for path in folder.glob("seed-*")} == {"seed-7", "seed-8"}  # counted from the first
     with pytest.raises(ValueError, match="holds runs of rte"):
         finetune(recipe(seeds=2, task="cola"))
 
@@ -105,17 +105,11 @@ def test_seeds_are_averaged(recipe, tmp_path):
     assert (folder / "seed-3/model.safetensors").read_bytes() != (folder / "seed-5/model.safetensors").read_bytes()
     metrics = metrics_of(folder)
     losses = [single["splits"]["validation"]["loss"] for single in runs]
-    assert metrics["splits"]["validation"]["loss"]["mean"] == pytest.approx(sum(losses) / 2, abs=1e-5)
-    assert metrics["splits"]["validation"]["loss"]["std"] == pytest.approx(
-        abs(losses[0] - losses[1]) / 2**0.5, abs=1e-4
-    )
+    loss = metrics["splits"]["validation"]["loss"]
+    assert loss["mean"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert loss["std"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5, abs=1e-4)
     assert metrics["score"] == pytest.approx(sum(single["score"] for single in runs) / 2, abs=1e-5)
     assert set(metrics["seeds"]) == {"3", "5"}
-
-
-def test_a_number_of_seeds_counts_from_the_first(recipe):
-    folder = finetune(recipe({"seed": 7}, seeds=2))
-    assert {path.name for path in folder.glob("seed-*")} == {"seed-7", "seed-8"}
 
 
 def test_a_seed_gives_the_same_run_alone_or_among_others(recipe, tmp_path):
@@ -251,13 +245,12 @@ def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path
         refused("^baseline: .*damaged", baseline=str(tmp_path / "damaged"))
 
 
-@pytest.mark.parametrize("fields", [{}, {"seeds": 2}], ids=["one run", "seeds"])
-def test_no_file_holds_the_token(recipe, fields):
+def test_no_file_holds_the_token(recipe):
     """Another token is no other run."""
-    folder = finetune(recipe({"hub_token": "hf_first"}, token="hf_second", **fields))
+    folder = finetune(recipe({"hub_token": "hf_first"}, token="hf_second", seeds=2))
     stored = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert not [path for path, content in stored.items() if b"hf_first" in content or b"hf_second" in content]
-    finetune(recipe({"hub_token": "hf_other"}, **fields))
+    finetune(recipe({"hub_token": "hf_other"}, seeds=2))
     assert all(path.read_bytes() == content for path, content in stored.items() if path.suffix == ".safetensors")
 
 
@@ -281,10 +274,8 @@ def test_all_of_glue(recipe, tmp_path):
     assert set(metrics["missing"]) == {"sst2", "mrpc", "qqp", "wnli"}
     assert metrics["num_columns_9"] == 6 and metrics["num_columns_8"] == 5
     scores = [metrics["glue"][task]["score"] for task in ("cola", "stsb", "qnli", "rte")]
-    matched, mismatched = (
-        metrics["glue"]["mnli"]["splits"][split]["accuracy"]
-        for split in ("validation_matched", "validation_mismatched")
-    )
+    mnli = metrics["glue"]["mnli"]["splits"]
+    matched, mismatched = (mnli[f"validation_{split}"]["accuracy"] for split in ("matched", "mismatched"))
     assert metrics["average_9"] == pytest.approx((sum(scores) + matched + mismatched) / 6, abs=1e-4)
     assert metrics["average_8"] == pytest.approx((sum(scores) + (matched + mismatched) / 2) / 5, abs=1e-4)
     table = next(table for table in report_tables(read_metrics([folder])) if table.title.startswith("GLUE"))

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SEARCH, TINY, WORDS, contents, growth
+from conftest import SEARCH, TINY, WORDS, contents, growth, tokenizer_of
 from processes import SERVER, start, start_command, wait_for
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
@@ -201,10 +201,10 @@ def long_input(tiny_config):
     model.set_mask(SparseMask(keep, 16))
     with pytest.raises(ValueError, match=r"24 tokens.*mask.*16.*dense"):
         model(ids)
-    model.set_mask(SparseMask(keep, 16, length_policy="dense"))
-    assert model(ids).last_hidden_state.isfinite().all()
-    model.set_mask(SparseMask(keep[:, 0], 16, "offsets"))  # extends by default
-    assert model(ids).last_hidden_state.isfinite().all()
+    # A mask of offsets extends by default.
+    for mask in (SparseMask(keep, 16, length_policy="dense"), SparseMask(keep[:, 0], 16, "offsets")):
+        model.set_mask(mask)
+        assert model(ids).last_hidden_state.isfinite().all()
 
 
 @row(7, "input short or odd")
@@ -239,9 +239,8 @@ def empty_row(tiny_config, tmp_path):
         model.set_mask(mask)
         state = model(torch.randint(5, 100, (2, 16))).last_hidden_state
         state.square().sum().backward()
-        assert state.isfinite().all() and all(
-            weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters()
-        )
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        assert state.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
 
 
 @row(9, "row empty by padding")
@@ -273,9 +272,8 @@ def all_padding(tiny_config, caplog, backends, device):
         for _ in range(2):
             output = model(ids, padding, labels=labels, output_hidden_states=True)
         output.loss.backward()
-        assert output.loss.isfinite() and all(
-            weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None
-        )
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        assert output.loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)
         states.append(output.hidden_states[-1].detach())
         torch.testing.assert_close(states[-1], states[0], atol=1e-5, rtol=1e-5)
     assert caplog.text.count("padding only") == 1
@@ -298,8 +296,6 @@ def mask_not_binary(tmp_path):
     for keep in (torch.full((4, 16, 16), torch.nan), torch.rand(4, 16, 16), torch.ones(4, 16, 16, dtype=torch.int8)):
         with pytest.raises(ValueError, match=f"keep must be a bool tensor.*got {keep.dtype}"):
             SparseMask(keep, 16)
-    from safetensors.torch import save_file
-
     save_mask(tmp_path)
     save_file({"keep": torch.full((64,), torch.nan)}, tmp_path / WEIGHTS)
     with pytest.raises(MaskFileError, match="torch.float32"):
@@ -362,8 +358,8 @@ def gradient_checkpointing(tiny_config, assert_same_gradients):
         model.zero_grad()
         torch.manual_seed(1)
         model(ids, labels=ids).loss.backward()
-        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
-        gradients[-1] = {name: gradient.clone() for name, gradient in gradients[-1].items()}
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients.append({name: gradient.clone() for name, gradient in found.items()})
     assert "bert.sparse_attention.mask_logits" in gradients[0]
     assert_same_gradients(*gradients)
 
@@ -538,11 +534,18 @@ def two_processes(pretraining_flags, finetuning_flags, said, tmp_path):
 
 @row(21, "resumed with another recipe")
 def another_recipe(saved_run, pretraining_flags, said, caplog, tmp_path):
+    """Refused before the text is read, with all that changed."""
     checkpoint = shutil.copytree(saved_run / "checkpoint-4", tmp_path / "run/checkpoint-4")
-    flags = ("--seed", "7", "--per_device_train_batch_size", "2", "--max_length", "12", "--hidden_act", "relu")
+    changes = {
+        **{"data.max_length": (16, 12), "data.mlm_probability": (0.15, 0.2), "data.search_end": (1.0, 0.5)},
+        **{"model.hidden_act": ("gelu", "relu"), "model.sparsity_weight": (1e-4, 1e-3)},
+        **{"training.learning_rate": (1e-3, 0.1), "training.max_steps": (6, 30)},
+        **{"training.per_device_train_batch_size": (4, 2), "training.seed": (42, 7)},
+    }
+    flags = [word for name, (_, new) in changes.items() for word in (f"--{name.partition('.')[2]}", str(new))]
     line = said(pretraining_flags(tmp_path / "run", *SEARCH, *flags, "--resume"))
-    for change in ("seed: 42 -> 7", "per_device_train_batch_size: 4 -> 2", "max_length: 16 -> 12", "'gelu' -> 'relu'"):
-        assert change in line
+    changed = " ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changes.items())
+    assert line.endswith(f"What changed: {changed}")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     recipe = state["stateful_callbacks"][RecipeRecord.__name__]["args"]["recipe"]
     check_recipe(checkpoint, recipe | {"inputs": recipe["inputs"] | {"processes": 2}})
@@ -557,18 +560,22 @@ class Ledger(SparseBertTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
+def check_resumed_twice(make, folder):
+    """The second time from a checkpoint of the first; returns what the uninterrupted run was trained on."""
+    (whole := make()).train()
+    assert len(whole.ledger) == 10
+    for step in (3, 6):
+        shutil.rmtree(folder / f"checkpoint-{step + 3}")
+        (resumed := make()).train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        assert resumed.ledger == whole.ledger[step:]
+    return whole.ledger
+
+
 @row(22, "resumed twice within an epoch")
 def resumed_twice(tmp_path):
     """The data are in memory."""
-    whole = trainer_of(tmp_path, Ledger)
-    whole.train()
-    assert len(whole.ledger) == 10 and sorted(sum(whole.ledger[:4], [])) == list(range(5, 37))
-    assert sorted(whole.ledger[0]) != sorted(whole.ledger[4])
-    for step in (3, 6):  # the second goes on from a checkpoint of the first
-        shutil.rmtree(tmp_path / f"checkpoint-{step + 3}")
-        resumed = trainer_of(tmp_path, Ledger)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert resumed.ledger == whole.ledger[step:]
+    ledger = check_resumed_twice(lambda: trainer_of(tmp_path, Ledger), tmp_path)
+    assert sorted(sum(ledger[:4], [])) == list(range(5, 37)) and sorted(ledger[0]) != sorted(ledger[4])
 
 
 @row(22, "resumed twice within a stream")
@@ -578,26 +585,19 @@ def stream_resumed_twice(word_tokenizer, tmp_path):
         texts = (" ".join(f"w{(31 * shard + 7 * index + word) % 94}" for word in range(20)) for index in range(9))
         (tmp_path / f"{shard}.txt").write_text("\n\n".join(texts))
 
-    def trainer():
+    def make():
         trainer = trainer_of(tmp_path, Ledger)
-        text = open_documents(f"{tmp_path}/*.txt")
-        collator = pretraining_collator(word_tokenizer, seed=0)
+        text, collator = open_documents(f"{tmp_path}/*.txt"), pretraining_collator(word_tokenizer, seed=0)
         trainer.train_dataset = RowStream(text, word_tokenizer, 8, 8, collator, shuffle_buffer=30, split="all")
         return trainer
 
-    whole = trainer()
-    whole.train()
-    assert len(whole.ledger) == 10 and whole.ledger[0] not in whole.ledger[1:]
-    for step in (3, 6):
-        shutil.rmtree(tmp_path / f"checkpoint-{step + 3}")
-        resumed = trainer()
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert resumed.ledger == whole.ledger[step:]
+    ledger = check_resumed_twice(make, tmp_path)
+    assert ledger[0] not in ledger[1:]
 
 
 def signal_and_resume(number, code, pretraining_flags, said, tmp_path):
     folder, errors = tmp_path / "run", tmp_path / "errors"
-    words = pretraining_flags(folder, *SEARCH, "--max_steps", "150", "--save_steps", "20", "--enable_jit_checkpoint")
+    words = pretraining_flags(folder, *SEARCH, "--max_steps", "100", "--save_steps", "20", "--enable_jit_checkpoint")
     process = start_command(words, errors)
     wait_for(process, (folder / "checkpoint-20" / MANIFEST_NAME).exists)
     os.kill(process.pid, number)
@@ -609,12 +609,12 @@ def signal_and_resume(number, code, pretraining_flags, said, tmp_path):
     assert name in mark["stopped"] and mark["pid"] == process.pid
     assert not (folder / "metrics.json").exists() and not (folder / WEIGHTS).exists()
     checkpoint = newest_whole(folder)
-    assert 20 < int(checkpoint.name.partition("-")[2]) < 150
+    assert 20 < int(checkpoint.name.partition("-")[2]) < 100
     assert "mask_logits" in " ".join(load_file(checkpoint / "model.safetensors"))
     # The same command again offers to go on, and does.
     assert f"complete up to {checkpoint.name}: add --resume" in said(words)
     assert main([*words, "--resume"]) == 0
-    assert json.loads((folder / "metrics.json").read_text())["steps"] == 150
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 100
     assert not (folder / UNFINISHED_NAME).exists()
 
 
@@ -729,7 +729,7 @@ def useless_text(pretraining_flags, said, word_tokenizer, caplog, tmp_path):
 
 
 @row(26, "tokenizer of another model")
-def another_tokenizer(pretraining_flags, said, checkpoints, glue_folder, word_tokenizer, tmp_path):
+def another_tokenizer(pretraining_flags, finetuning_flags, said, checkpoints, tmp_path):
     line = said(pretraining_flags(tmp_path / "run", *SEARCH, "--vocab_size", "50"))
     assert "words' has 100 tokens but the model has vocab_size=50" in line
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
@@ -739,11 +739,8 @@ def another_tokenizer(pretraining_flags, said, checkpoints, glue_folder, word_to
     line = said(pretraining_flags(tmp_path / "run", *SEARCH, "--tokenizer", tmp_path / "maskless"))
     assert f"tokenizer '{tmp_path / 'maskless'}' has no mask_token" in line
     model = shutil.copytree(checkpoints["window"], tmp_path / "model")
-    larger = type(word_tokenizer)(vocab={word: index for index, word in enumerate([*WORDS, "more"])})
-    larger.save_pretrained(model)
-    fields = {"task": "rte", "model": model, "data": glue_folder, "max_length": 32, "use_cpu": True}
-    words = [word for name, value in fields.items() for word in (f"--{name}", value)]
-    line = said(["finetune", *words, "--output_dir", tmp_path / "run"])
+    tokenizer_of([*WORDS, "more"]).save_pretrained(model)
+    line = said(finetuning_flags(tmp_path / "run", "--model", model))
     assert f"tokenizer of {model} has 101 tokens, the model 100" in line
     assert not (tmp_path / "run").exists()
 
@@ -844,7 +841,7 @@ def backend_missing(tiny_config, caplog, monkeypatch, request, tmp_path):
 
 
 @row(30, "hostile path or repository")
-def hostile(pretraining_flags, said, checkpoints, glue_folder, monkeypatch, tmp_path):
+def hostile(pretraining_flags, finetuning_flags, said, checkpoints, monkeypatch, tmp_path):
     save_mask(tmp_path / "outside")
     (tmp_path / "mask").mkdir()
     with pytest.raises(MaskFileError, match="must lie inside"):
@@ -872,11 +869,10 @@ def hostile(pretraining_flags, said, checkpoints, glue_folder, monkeypatch, tmp_
     tokens |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["tokenizer.EvilTokenizer", None]}}
     (code / "tokenizer_config.json").write_text(json.dumps(tokens))
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
-    finetune = ["finetune", "--task", "rte", "--model", code, "--data", glue_folder]
     for words in (
         pretraining_flags(tmp_path / "run", *SEARCH, "--base_model", code),
         pretraining_flags(tmp_path / "run", *SEARCH, "--tokenizer", code),
-        [*finetune, "--output_dir", tmp_path / "run"],
+        finetuning_flags(tmp_path / "run", "--model", code),
         ["lengthen", code, "--length", "64", "--output_dir", tmp_path / "run"],
     ):
         line = said(words)
@@ -887,10 +883,9 @@ def hostile(pretraining_flags, said, checkpoints, glue_folder, monkeypatch, tmp_
 
 
 @row(31, "offline without a cache")
-def offline(said, checkpoints, glue_folder, tmp_path):
+def offline(finetuning_flags, said, tmp_path):
     fetch = "hf download user/absent"
-    finetune = ["finetune", "--task", "rte", "--model", checkpoints["window"], "--data", glue_folder]
-    words = [*finetune, "--mask", "user/absent", "--max_length", "32", "--output_dir", tmp_path / "run"]
+    words = finetuning_flags(tmp_path / "run", "--mask", "user/absent")
     for call, filename in (
         (lambda: SparseMask.from_pretrained("user/absent"), CONFIG),
         (lambda: load("user/absent"), "config.json"),

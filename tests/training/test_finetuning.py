@@ -64,24 +64,18 @@ def test_which_splits_are_used(options, available, fields, expected):
     assert choose_splits(available, options(**fields)) == expected
 
 
-@pytest.mark.parametrize(
-    "available, fields, message",
-    [
-        (["train"], {}, "'validation' is missing"),
-        (["validation"], {}, "'train' is missing"),
-        (["train_a", "train_b", "validation"], {}, "'train' is missing.*train_a, train_b"),
-    ],
-)
-def test_missing_splits(options, available, fields, message):
-    with pytest.raises(MissingSplitError, match=message):
-        choose_splits(available, options(**fields))
-
-
-@pytest.mark.parametrize("fields", [{"train_split": "x"}, {"validation_split": ["x"]}, {"test_split": "x"}])
-def test_a_missing_split_that_was_asked_for_is_no_lack_of_data(options, fields):
-    with pytest.raises(ValueError, match="'x' is missing.*available: train, validation") as caught:
-        choose_splits(["train", "validation"], options(**fields))
-    assert caught.type is ValueError
+def test_missing_splits(options):
+    for available, message in (
+        (["train"], "'validation' is missing"),
+        (["validation"], "'train' is missing"),
+        (["train_a", "train_b", "validation"], "'train' is missing.*train_a, train_b"),
+    ):
+        with pytest.raises(MissingSplitError, match=message):
+            choose_splits(available, options())
+    for fields in ({"train_split": "x"}, {"validation_split": ["x"]}, {"test_split": "x"}):  # no lack of data
+        with pytest.raises(ValueError, match="'x' is missing.*available: train, validation") as caught:
+            choose_splits(["train", "validation"], options(**fields))
+        assert caught.type is ValueError
 
 
 def test_no_evaluation_on_the_training_split(options):
@@ -126,12 +120,19 @@ def test_any_model_with_a_mask(options, checkpoints, tmp_path, model_name, kind)
         assert torch.equal(weight, stored[f"bert.encoder.{name}"]), name
 
 
-@pytest.mark.parametrize("mask", ["bigbird", "window"])
-def test_any_encoder_keeps_stock_files_and_its_mask(options, word_tokenizer, tmp_path, mask):
+@pytest.fixture(scope="module")
+def distilbert(word_tokenizer, tmp_path_factory):
+    """Folder of a model whose configuration has no field for dropout of hidden states."""
+    folder = tmp_path_factory.mktemp("distilbert")
     config = DistilBertConfig(vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
-    DistilBertModel(config).save_pretrained(tmp_path / "stock")
-    word_tokenizer.save_pretrained(tmp_path / "stock")
-    arguments = options(model=str(tmp_path / "stock"), mask=mask)
+    DistilBertModel(config).save_pretrained(folder)
+    word_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("mask", ["bigbird", "window"])
+def test_any_encoder_keeps_stock_files_and_its_mask(options, distilbert, tmp_path, mask):
+    arguments = options(model=distilbert, mask=mask)
     check_arguments(arguments, {"mask_seed": 5} if mask == "bigbird" else {})
     metrics = run_once(prepare(arguments), {}, TRAINING, tmp_path / "run")
     assert metrics["mask"] == mask and metrics["sparsity"] > 0.5
@@ -177,13 +178,9 @@ def test_a_mask_in_a_subfolder_is_called_by_it(options, tmp_path):
     assert mask_metrics(load_model(data, {}), data)["mask"] == "near"
 
 
-def test_a_field_that_the_model_lacks(options, word_tokenizer, tmp_path):
-    config = DistilBertConfig(vocab_size=100, dim=32, n_layers=1, n_heads=4, hidden_dim=64, max_position_embeddings=40)
-    DistilBertModel(config).save_pretrained(tmp_path)
-    word_tokenizer.save_pretrained(tmp_path)
-    arguments = options(model=str(tmp_path))
-    message = "model.hidden_dropout_prob .*has no meaning here: a configuration of type 'distilbert' has no such field"
-    with pytest.raises(ValueError, match=message):
+def test_a_field_that_the_model_lacks(options, distilbert):
+    arguments = options(model=distilbert)
+    with pytest.raises(ValueError, match="model.hidden_dropout_prob .* of type 'distilbert' has no such field"):
         check_arguments(arguments, {"hidden_dropout_prob": 0.2})
     check_arguments(arguments, {"num_hidden_layers": 1})
 
@@ -223,20 +220,14 @@ def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path,
         check_arguments(options(**fields), config)
 
 
-@pytest.mark.parametrize(
-    "fields, config, message",
-    [
-        ({"model": "searching"}, {}, "still being searched"),
+def test_models_and_masks_that_do_not_fit(options, checkpoints):
+    for fields, config, message in (
+        ({"model": checkpoints["searching"]}, {}, "still being searched"),
         ({"mask": "bigbird"}, {"mask_length": 8, "length_policy": "error"}, "longer than the mask"),
-    ],
-    ids=["searching", "short mask"],
-)
-def test_models_and_masks_that_do_not_fit(options, checkpoints, fields, config, message):
-    if "model" in fields:
-        fields = {"model": checkpoints[fields["model"]]}
-    check_arguments(options(**fields), config)
-    with pytest.raises(ValueError, match=message):
-        load_model(prepare(options(**fields)), config)
+    ):
+        check_arguments(options(**fields), config)
+        with pytest.raises(ValueError, match=message):
+            load_model(prepare(options(**fields)), config)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +246,13 @@ def test_masks_of_other_models_are_refused_before_the_data_is_read(
 
 
 def test_a_mask_for_the_layers_that_are_left(options, checkpoints, tmp_path):
-    mask = build_pattern("window", 32, 4)
-    mask.replace(keep=mask.keep.expand(1, -1, -1)).save_pretrained(tmp_path / "1")
-    mask.replace(keep=mask.keep.expand(2, -1, -1)).save_pretrained(tmp_path / "2")
-    config = {"num_hidden_layers": 1}
-    check_arguments(options(model=checkpoints["stock"], mask=str(tmp_path / "1")), config)
+    mask, arguments = build_pattern("window", 32, 4), {}
+    for layers in (1, 2):
+        mask.replace(keep=mask.keep.expand(layers, -1, -1)).save_pretrained(tmp_path / str(layers))
+        arguments[layers] = options(model=checkpoints["stock"], mask=str(tmp_path / str(layers)))
+    check_arguments(arguments[1], {"num_hidden_layers": 1})
     with pytest.raises(ValueError, match=r"for 2 layer\(s\) and 4 heads .* the model has 1 layers"):
-        check_arguments(options(model=checkpoints["stock"], mask=str(tmp_path / "2")), config)
+        check_arguments(arguments[2], {"num_hidden_layers": 1})
 
 
 @pytest.mark.parametrize("fields", [{}, {"mask": "bigbird"}, {"model": "stock"}], ids=["own", "pattern", "dense"])
@@ -312,11 +303,9 @@ def test_a_run_of_each_task(options, task_data, tmp_path, task):
         assert "best_f1" in metrics["splits"]["validation"] and "has_answer_f1" in metrics["splits"]["validation"]
 
 
-@pytest.mark.parametrize("model", ["stock", "window"])
-def test_accumulation_changes_nothing(options, checkpoints, tmp_path, model):
-    """Dense and masked models are trained alike: with SGD the weights show any factor in the gradient."""
-    data = prepare(options(model=checkpoints[model]))
-    weights = []
+def test_accumulation_changes_nothing(options, checkpoints, tmp_path):
+    """Stock models are trained as sparse ones: with SGD the weights show any factor in the gradient."""
+    data, weights = prepare(options(model=checkpoints["stock"])), []
     for batch, accumulation in ((8, 1), (2, 4)):
         training = TRAINING | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
         training |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
@@ -338,15 +327,6 @@ def test_every_example_is_predicted_from_the_logits_alone(options, checkpoints, 
     assert list(read_predictions(tmp_path / "run", "validation")) == data.examples["validation"]["id"][:]
 
 
-def test_a_run_replaces_what_another_left(options, checkpoints, tmp_path):
-    run_once(prepare(options()), {}, TRAINING, tmp_path)
-    (tmp_path / "notes.txt").touch()
-    run_once(prepare(options(task="cola", model=checkpoints["stock"])), {}, TRAINING, tmp_path)
-    files = {path.name for path in tmp_path.iterdir()}
-    assert not {"RTE.tsv", "predictions_test.jsonl", "mask.safetensors", "mask_config.json"} & files
-    assert {"notes.txt", "model.safetensors", "predictions_validation.jsonl"} <= files
-
-
 def test_skipped_rows_are_counted(options, tmp_path):
     rows = ["w1\tw2\tentailment", "w1\tw2\tneutral", "w3\tw4\tnot_entailment"]
     for split in ("train", "dev"):
@@ -363,15 +343,13 @@ def test_trackers_get_the_development_results(options, tmp_path):
     assert {"eval/validation_accuracy", "eval/validation_loss"} <= set(events.Tags()["scalars"])
 
 
-def test_head_of_another_task(options, checkpoints, tmp_path):
-    """MNLI first, then a task with other classes, as is usual for RTE and STS-B."""
-    run_once(prepare(options(task="mnli")), {}, TRAINING, tmp_path / "mnli")
-    model = load_model(prepare(options(task="stsb", model=str(tmp_path / "mnli"))), {})
+def test_heads_of_other_tasks(options, tmp_path):
+    """Of a regression after classes and the other way round, as is usual for RTE and STS-B after MNLI."""
+    run_once(prepare(options(task="mnli")), {}, TRAINING | {"max_steps": 1}, tmp_path / "mnli")
+    regression = prepare(options(task="stsb", model=str(tmp_path / "mnli")))
+    model = load_model(regression, {})
     assert model.classifier.out_features == 1 and model.config.problem_type == "regression"
-
-
-def test_classes_after_a_regression(options, tmp_path):
-    run_once(prepare(options(task="stsb")), {}, TRAINING, tmp_path / "stsb")
+    run_once(regression, {}, TRAINING | {"max_steps": 1}, tmp_path / "stsb")
     model = load_model(prepare(options(model=str(tmp_path / "stsb"))), {})
     ids, labels = torch.randint(5, 99, (1, 8)), torch.tensor([1])
     output = model.eval()(ids, labels=labels)
@@ -383,11 +361,8 @@ def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, ch
     metrics = run_once(prepare(options()), {}, arguments, tmp_path)
     assert metrics["score"] >= 0.9
     classify = pipeline("text-classification", str(tmp_path))
-    answers = [
-        classify({"text": text, "text_pair": "w4 w5 w6 w7 w8 w9"})["label"]
-        for text in ("w1 w2 w3 w7 w9 w0 yes", "w1 w2 w3 w7 w9 w0")
-    ]
-    assert answers == ["entailment", "not_entailment"]
+    for text, answer in (("w1 w2 w3 w7 w9 w0 yes", "entailment"), ("w1 w2 w3 w7 w9 w0", "not_entailment")):
+        assert classify({"text": text, "text_pair": "w4 w5 w6 w7 w8 w9"})["label"] == answer
 
 
 def test_predictions_keep_the_order_of_the_examples_when_grouped_by_length(options, squad_folder, tmp_path):
@@ -410,8 +385,7 @@ def test_best_checkpoint_by_the_metric_of_the_task(options, tmp_path):
     evaluated = [entry["eval_accuracy"] for entry in state["log_history"] if "eval_accuracy" in entry]
     assert metrics["score"] == pytest.approx(max(evaluated), abs=1e-5)
     assert evaluated[0] >= evaluated[1]  # the first is the best, not the last
-    saved, best, last = (
-        load_file(tmp_path / name / "model.safetensors") for name in (".", "checkpoint-2", "checkpoint-4")
-    )
+    folders = (tmp_path, tmp_path / "checkpoint-2", tmp_path / "checkpoint-4")
+    saved, best, last = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(saved[name], weight) for name, weight in best.items())
     assert not all(torch.equal(saved[name], weight) for name, weight in last.items())

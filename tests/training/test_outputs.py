@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, write_metrics
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.output_folders import ASIDE_NAME, check_free
+from sparsebert.training.runs import checkpoint_manifests
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 from sparsebert.training.runs.run_folders import choose_folder, run_folder
 
@@ -24,15 +26,11 @@ from sparsebert.training.runs.run_folders import choose_folder, run_folder
 pytestmark = pytest.mark.usefixtures("without_matplotlib")
 
 
-ROOT = Path(__file__).parents[2]
-
-
 # Nothing old is lost
 
 
-def test_a_mistake_leaves_the_finished_run(finetuning_flags, said, tmp_path):
-    folder = tmp_path / "run"
-    assert main(finetuning_flags(folder)) == 0
+def test_a_mistake_leaves_the_finished_run(finished, finetuning_flags, said, tmp_path):
+    folder = finished("finetune", tmp_path / "run")
     before = contents(folder)
     for flags, what in (
         ("--learning_rate -1", "learning_rate must be a number of at least 0, got -1.0"),
@@ -44,9 +42,8 @@ def test_a_mistake_leaves_the_finished_run(finetuning_flags, said, tmp_path):
         assert contents(folder) == before
 
 
-def test_a_run_that_replaces_another_does_so_at_the_end(pretraining_flags, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    assert main(pretraining_flags(folder, *SEARCH)) == 0
+def test_a_run_that_replaces_another_does_so_at_the_end(finished, pretraining_flags, tmp_path, monkeypatch):
+    folder = finished("pretrain", tmp_path / "run")
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
 
@@ -77,18 +74,22 @@ def _killed_in_a_move(words, number):
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    os.replace = move
+    os.replace, sys.modules["matplotlib"] = move, None
     main(words)
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_run_that_is_killed_while_it_replaces_another(pretraining_flags, said, tmp_path, number):
-    """No part of it passes for the whole, and `--resume` moves the rest."""
-    folder, flags = tmp_path / "run", ("--pattern", "window", "--save_strategy", "no")
-    assert main(pretraining_flags(folder, *SEARCH)) == 0
-    process = start(_killed_in_a_move, pretraining_flags(folder, *flags, "--overwrite"), number)
+def kill_in_a_move(words, number, folder):
+    process = start(_killed_in_a_move, words, number)
     process.join(120)
-    assert process.exitcode == -signal.SIGKILL and not (folder / "metrics.json").exists()
+    assert process.exitcode == -signal.SIGKILL and ASIDE_NAME in os.listdir(folder)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_run_that_is_killed_while_it_replaces_another(finished, pretraining_flags, said, tmp_path, number):
+    """No part of it passes for the whole, and `--resume` moves the rest."""
+    folder, flags = finished("pretrain", tmp_path / "run"), ("--pattern", "window", "--save_strategy", "no")
+    kill_in_a_move(pretraining_flags(folder, *flags, "--overwrite"), number, folder)
+    assert not (folder / "metrics.json").exists()
     with pytest.raises(FileExistsError, match="stopped while its files were moved: add --resume"):
         choose_folder(folder, False, None, False, False)
     assert "holds a finished run, there is nothing to resume" in said(pretraining_flags(folder, *flags, "--resume"))
@@ -98,17 +99,14 @@ def test_a_run_that_is_killed_while_it_replaces_another(pretraining_flags, said,
 
 
 @pytest.mark.parametrize("number", [0, 5])
-def test_a_fine_tuning_that_is_killed_while_it_replaces_another(finetuning_flags, tmp_path, number):
+def test_a_fine_tuning_that_is_killed_while_it_replaces_another(finished, finetuning_flags, tmp_path, number):
     """`--resume` moves the rest and reads the result, with the recipe that it is of."""
-    folder, flags = tmp_path / "run", ("--learning_rate", "1e-3")
-    assert main(finetuning_flags(folder)) == 0
-    process = start(_killed_in_a_move, finetuning_flags(folder, *flags, "--overwrite"), number)
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL and not (folder / "metrics.json").exists()
-    aside = folder / ASIDE_NAME / "run" / "metrics.json"
-    finished = json.loads(aside.read_text())
+    folder, flags = finished("finetune", tmp_path / "run"), ("--learning_rate", "1e-3")
+    kill_in_a_move(finetuning_flags(folder, *flags, "--overwrite"), number, folder)
+    assert not (folder / "metrics.json").exists()
+    done = json.loads((folder / ASIDE_NAME / "run" / "metrics.json").read_text())
     assert main(finetuning_flags(folder, *flags, "--resume")) == 0
-    assert json.loads((folder / "metrics.json").read_text()) == finished
+    assert json.loads((folder / "metrics.json").read_text()) == done
     assert "learning_rate: 0.001" in (folder / "recipe.yaml").read_text()
     assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(folder))
     assert main(finetuning_flags(folder)) == 2
@@ -117,25 +115,22 @@ def test_a_fine_tuning_that_is_killed_while_it_replaces_another(finetuning_flags
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_search_that_is_killed_while_its_files_are_moved(post_hoc_flags, said, tmp_path, number):
     folder = tmp_path / "found"
-    process = start(_killed_in_a_move, post_hoc_flags(folder), number)
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL and ASIDE_NAME in os.listdir(folder)
+    kill_in_a_move(post_hoc_flags(folder), number, folder)
     assert "it holds a finished run: choose another, or pass --overwrite" in said(post_hoc_flags(folder))
     assert load(folder).sparse_attention.mask == SparseMask.from_pretrained(folder)
     assert (folder / "metrics.json").is_file()
     assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(folder))
 
 
-@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
-def test_a_run_that_was_killed_before_it_replaced_anything(pretraining_flags, said, tmp_path, resume):
-    assert main(pretraining_flags(tmp_path, *SEARCH)) == 0
-    before = contents(tmp_path)
-    process = start(_killed_at_the_start, tmp_path)
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    assert {LOCK_NAME, UNFINISHED_NAME} <= set(os.listdir(tmp_path))  # the lock ends with its process
-    assert "holds a finished run" in said(pretraining_flags(tmp_path, *SEARCH, *resume))
-    assert contents(tmp_path) == before
+def test_a_run_that_was_killed_before_it_replaced_anything(finished, pretraining_flags, said, tmp_path):
+    before = contents(finished("pretrain", tmp_path))
+    for flags in ([], ["--resume"]):
+        process = start(_killed_at_the_start, tmp_path)
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        assert {LOCK_NAME, UNFINISHED_NAME} <= set(os.listdir(tmp_path))  # the lock ends with its process
+        assert "holds a finished run" in said(pretraining_flags(tmp_path, *SEARCH, *flags))
+        assert contents(tmp_path) == before
 
 
 def _killed_at_the_start(folder):
@@ -143,10 +138,9 @@ def _killed_at_the_start(folder):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, said, tmp_path):
-    for name in ("a", "b"):
-        assert main(pretraining_flags(tmp_path / name, *SEARCH)) == 0
-    before = contents(tmp_path / "b")
+def test_resuming_elsewhere_does_not_replace_a_finished_run(finished, pretraining_flags, said, tmp_path):
+    finished("pretrain", tmp_path / "a")
+    before = contents(finished("pretrain", tmp_path / "b"))
     resumed = pretraining_flags(tmp_path / "b", *SEARCH, "--resume_from_checkpoint", tmp_path / "a/checkpoint-4")
     assert "--overwrite" in said(resumed)
     assert contents(tmp_path / "b") == before
@@ -159,46 +153,37 @@ def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, s
 def test_the_current_folder_as_the_output_folder(
     finetuning_flags, pretraining_flags, post_hoc_flags, checkpoints, tmp_path, monkeypatch, place
 ):
-    """Files of the user stay, in it and around it, and a run that is killed there goes on."""
+    """Files of the user stay, in it and around it, also those with names like the files of a run."""
     here = tmp_path / "here"
-    for folder in (here / "sub", tmp_path / "beside"):
-        folder.mkdir(parents=True)
-        (folder / "notes.txt").write_text("mine")
+    (here / "sub").mkdir(parents=True)
+    (tmp_path / "beside").mkdir()
     output = Path(os.path.normpath(here / place))
-    monkeypatch.chdir(here)
-    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", place, "--overwrite"]
-    pretrain = pretraining_flags(place, *SEARCH, "--overwrite")
-    for words in (lengthen, finetuning_flags(place, "--overwrite"), pretrain, post_hoc_flags(place, "--overwrite")):
-        assert main(list(map(str, words))) == 0
-        assert {(folder / "notes.txt").read_text() for folder in (here / "sub", tmp_path / "beside")} == {"mine"}
-        assert not {ASIDE_NAME, UNFINISHED_NAME, LOCK_NAME} & set(os.listdir(output))
-    assert (
-        json.loads((output / "metrics.json").read_text())["sparsity"] and not (output / "trainer_state.json").exists()
-    )
-    assert load(output).sparse_attention.mask.metadata["run"] == output.name
-
-
-def test_files_of_the_user_with_names_like_those_of_a_run(
-    finetuning_flags, pretraining_flags, post_hoc_flags, checkpoints, tmp_path
-):
     names = ("model-backup.safetensors", "checkpoint-old/w.bin", "_unfinished/draft.txt", "scores.csv")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", tmp_path]
-    pretrain = pretraining_flags(tmp_path, *SEARCH)
-    for words in (lengthen, finetuning_flags(tmp_path), pretrain, post_hoc_flags(tmp_path)):
-        assert main([*map(str, words), "--overwrite"]) == 0
-        assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
+    mine = [here / "sub/notes.txt", tmp_path / "beside/notes.txt", *(output / name for name in names)]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    monkeypatch.chdir(here)
+    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", place]
+    pretrain = pretraining_flags(place, *SEARCH)
+    for words in (lengthen, finetuning_flags(place), pretrain, post_hoc_flags(place)):
+        assert main([*words, "--overwrite"]) == 0
+        assert [path.read_text() for path in mine] == ["mine"] * len(mine)
+        assert os.listdir(output / ASIDE_NAME) == ["draft.txt"]
+        assert not {UNFINISHED_NAME, LOCK_NAME} & set(os.listdir(output))
+    assert json.loads((output / "metrics.json").read_text())["sparsity"]
+    assert not (output / "trainer_state.json").exists()
+    assert SparseMask.from_pretrained(output).metadata["run"] == output.name
 
 
-@pytest.mark.parametrize("verb", ["lengthen", "search"])
-def test_a_folder_with_a_name_like_that_of_a_run_is_not_replaced(post_hoc_flags, said, checkpoints, tmp_path, verb):
-    (tmp_path / "out" / ASIDE_NAME).mkdir(parents=True)
-    (tmp_path / "out" / ASIDE_NAME / "thesis.txt").write_text("mine")
-    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", tmp_path / "out"]
-    assert "is not empty" in said(lengthen if verb == "lengthen" else post_hoc_flags(tmp_path / "out"))
-    assert (tmp_path / "out" / ASIDE_NAME / "thesis.txt").read_text() == "mine"
+def test_a_folder_with_a_name_like_that_of_a_run_is_not_replaced(post_hoc_flags, said, checkpoints, tmp_path):
+    output = tmp_path / "out"
+    (output / ASIDE_NAME).mkdir(parents=True)
+    (output / ASIDE_NAME / "thesis.txt").write_text("mine")
+    before = contents(output)
+    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", output]
+    for words in (lengthen, post_hoc_flags(output)):
+        assert "is not empty" in said(words) and contents(output) == before
 
 
 def test_a_run_does_not_replace_what_it_starts_from(finetuning_flags, said, checkpoints, tmp_path):
@@ -266,18 +251,13 @@ def signaled(process, number, errors, times=1):
 
 
 @pytest.fixture
-def post_hoc_flags(checkpoints, tmp_path):
-    """`post_hoc_flags(output, *flags)`: words of `sparsebert search` on a tiny BERT."""
+def post_hoc_flags(checkpoints, monkeypatch, tmp_path):
+    """`post_hoc_flags(output, *flags)`: words of `sparsebert search` on a tiny BERT, timed on few tokens."""
+    monkeypatch.setattr("sparsebert.training.searching.dense_agreement.TIMED_TOKENS", 256)
     text = tmp_path / "words.txt"
     text.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(60)) for i in range(1, 260)))
-    fields = {
-        "model": checkpoints["stock"],
-        "data": text,
-        "validation": text,
-        "target_sparsity": 0.5,
-        "max_length": 16,
-        "steps": 2,
-    }
+    fields = {"model": checkpoints["stock"], "data": text, "validation": text}
+    fields |= {"target_sparsity": 0.5, "max_length": 16, "steps": 2, "patterns": False, "max_validation_tokens": 256}
     words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
     return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
 
@@ -292,9 +272,8 @@ def test_a_search_leaves_nothing_of_a_fine_tuned_model_or_several(finetuning_fla
         assert (folder / "mask.safetensors").is_file() and (folder / "notes.txt").is_file()
 
 
-def test_a_run_that_replaces_another_leaves_the_files_of_the_user(pretraining_flags, tmp_path):
-    folder = tmp_path / "run"
-    assert main(pretraining_flags(folder)) == 0
+def test_a_run_that_replaces_another_leaves_the_files_of_the_user(finished, pretraining_flags, tmp_path):
+    folder = finished("pretrain", tmp_path / "run")
     names = ("recipe.yaml", "results.md", "translations.txt", "RTE.tsv", "predictions_mine.json")
     for name in names:
         (folder / name).write_text("mine")
@@ -302,11 +281,10 @@ def test_a_run_that_replaces_another_leaves_the_files_of_the_user(pretraining_fl
     assert [(folder / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-def test_runs_that_replace_others_leave_nothing_of_them(finetuning_flags, tmp_path):
+def test_runs_that_replace_others_leave_nothing_of_them(finished, finetuning_flags, tmp_path):
     """One run where there were two, two where there was one, and fewer than before; the user's files stay."""
-    folder = tmp_path / "run"
+    folder = finished("finetune", tmp_path / "run")
     single = {"model.safetensors", "mask.safetensors", "config.json", "recipe.yaml", "README.md"}
-    assert main(finetuning_flags(folder)) == 0
     (folder / "notes.txt").touch()
     assert single < {path.name for path in folder.iterdir()}
     assert main(finetuning_flags(folder, "--seeds", "2", "--overwrite")) == 0
@@ -320,16 +298,17 @@ def test_runs_that_replace_others_leave_nothing_of_them(finetuning_flags, tmp_pa
     assert single | {"notes.txt"} < {path.name for path in folder.iterdir()}
 
 
-def test_metrics_of_strangers_name_no_folder_to_remove(finetuning_flags, tmp_path):
-    folder, victim = tmp_path / "run", tmp_path / "victim"
-    victim.mkdir()
-    assert main(finetuning_flags(folder)) == 0
-    (folder / "mine").mkdir()
+def test_metrics_of_strangers_name_no_folder_to_remove(finished, finetuning_flags, tmp_path):
+    folder, victim = finished("finetune", tmp_path / "run"), tmp_path / "victim"
+    for path in (victim, folder / "mine"):
+        path.mkdir()
     names = ["../victim", str(victim), "..", ".", "", "/", "mine", "seed-1/../../victim", "x=/../../victim", 3, None]
+    seeds = {str(number): {"folder": name} for number, name in enumerate(names)}
+    cells = {"cells": [{"folder": name} for name in names]}
     for metrics in (
-        {"seeds": {str(number): {"folder": name} for number, name in enumerate(names)}},
-        {"sweep": {"cells": [{"folder": name} for name in names]}, "seeds": [1, 2]},
-        {"glue": {str(name): {} for name in names}, "seeds": {"1": {}, "2": 3}, "sweep": "best"},
+        {"seeds": seeds, "sweep": cells, "glue": {str(name): {} for name in names}},
+        {"seeds": [1, 2], "sweep": "best", "glue": 3},
+        {"seeds": {"1": {}, "2": 3}, "sweep": cells},
         [1, 2],
     ):
         (folder / "metrics.json").write_text(json.dumps(metrics))
@@ -369,10 +348,9 @@ def test_a_search_for_a_trained_model_leaves_no_row_empty(post_hoc_flags, tmp_pa
     assert mask.to_table().any(-1).all() and abs(mask.sparsity - 0.9) < 0.005
 
 
-def test_a_file_of_the_user_is_not_taken_for_runs(finetuning_flags, said, tmp_path):
+def test_a_file_of_the_user_is_not_taken_for_runs(finished, finetuning_flags, said, tmp_path):
     """Neither as permission to go on in the folder, nor as a file to replace or remove."""
-    folder = tmp_path / "run"
-    assert main(finetuning_flags(folder)) == 0
+    folder = finished("finetune", tmp_path / "run")
     mine = "# my notes\ndata: {task: rte}\nmodel: {}\ntraining: {}\n"
     (folder / "experiment.yaml").write_text(mine)
     for flags in ((), ("--overwrite",)):
@@ -383,9 +361,8 @@ def test_a_file_of_the_user_is_not_taken_for_runs(finetuning_flags, said, tmp_pa
     assert (folder / "model.safetensors").is_file() and (folder / "experiment.yaml").read_text() == mine
 
 
-def test_damaged_recipes_are_named(finetuning_flags, said, tmp_path):
-    assert main(finetuning_flags(tmp_path)) == 0
-    (tmp_path / "recipe.yaml").write_text("")
+def test_damaged_recipes_are_named(finished, finetuning_flags, said, tmp_path):
+    (finished("finetune", tmp_path) / "recipe.yaml").write_text("")
     assert "recipe.yaml was changed or is damaged" in said(finetuning_flags(tmp_path))
 
 
@@ -398,10 +375,9 @@ def test_other_folders_for_runs_need_overwrite(finetuning_flags, said, tmp_path)
     assert main(finetuning_flags(tmp_path, *sweep, "--seeds", "2")) == 0
 
 
-def test_runs_that_go_on_without_overwrite_leave_nothing_of_the_replaced_one(finetuning_flags, tmp_path):
+def test_runs_that_go_on_without_overwrite_leave_nothing_of_the_replaced_one(finished, finetuning_flags, tmp_path):
     """As after a kill of the second of two runs that replace one."""
-    folder = tmp_path / "run"
-    assert main(finetuning_flags(folder)) == 0
+    folder = finished("finetune", tmp_path / "run")
     before = (folder / "metrics.json").read_bytes()
     assert main(finetuning_flags(folder, "--seeds", "2", "--overwrite")) == 0
     shutil.rmtree(folder / "seed-43")
@@ -511,40 +487,33 @@ def saved(saved_run, tmp_path):
 DAMAGED = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "name, damage",
-    [
-        *itertools.product(DAMAGED, ("missing", "truncated", "flipped")),
-        *itertools.product([MANIFEST_NAME], ("missing", "truncated")),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_by_name(saved, name, damage):
-    path = saved / "checkpoint-6" / name
-    content = path.read_bytes()
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    else:
+def test_a_damaged_checkpoint_is_refused_by_name(saved):
+    checkpoint = saved / "checkpoint-6"
+    for name in (*DAMAGED, MANIFEST_NAME):
+        content = (path := checkpoint / name).read_bytes()
         middle = len(content) // 2
-        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    with pytest.raises(ValueError, match=name):
-        check_whole(saved / "checkpoint-6")
-    if damage == "missing":
-        if name != "model.safetensors":
-            check_whole(saved / "checkpoint-6", allow_partial=True)
-    else:
-        with pytest.raises(ValueError, match=name):
-            check_whole(saved / "checkpoint-6", allow_partial=True)
-    assert newest_whole(saved) == saved / "checkpoint-4"
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for damaged in (content[:middle], flipped if name != MANIFEST_NAME else b"", None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=name):
+                check_whole(checkpoint)
+            if damaged is None:
+                if name != "model.safetensors":
+                    check_whole(checkpoint, allow_partial=True)
+            else:
+                with pytest.raises(ValueError, match=name):
+                    check_whole(checkpoint, allow_partial=True)
+            assert newest_whole(saved) == saved / "checkpoint-4"
+        path.write_bytes(content)
+        check_whole(checkpoint)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"files": {"a": 3}}', '{"files": {"a": {"size": 1}}}'])
-def test_a_manifest_of_something_else_is_refused_by_name(saved, content):
-    (saved / "checkpoint-6" / MANIFEST_NAME).write_text(content)
-    with pytest.raises(ValueError, match=f"{MANIFEST_NAME} is damaged"):
-        check_whole(saved / "checkpoint-6", allow_partial=True)
-    assert newest_whole(saved) == saved / "checkpoint-4"
+def test_a_manifest_of_something_else_is_refused_by_name(saved):
+    for content in ("[]", "{}", '{"files": {"a": 3}}', '{"files": {"a": {"size": 1}}}'):
+        (saved / "checkpoint-6" / MANIFEST_NAME).write_text(content)
+        with pytest.raises(ValueError, match=f"{MANIFEST_NAME} is damaged"):
+            check_whole(saved / "checkpoint-6", allow_partial=True)
+        assert newest_whole(saved) == saved / "checkpoint-4"
 
 
 @pytest.mark.parametrize("flag", [["--resume"], ["--resume_from_checkpoint", "true"]], ids=lambda flag: flag[0])
@@ -585,18 +554,9 @@ def test_a_run_killed_in_its_first_checkpoint_starts_again(
     else:
         (folder / "metrics.json").write_text("{}")
     assert main(words) == 0
-    assert "has no complete checkpoint to resume from: the run starts at the beginning" in caplog.text
+    assert caplog.text.count("has no complete checkpoint to resume from: the run starts at the beginning") == 1
     assert (folder / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
     assert SparseMask.from_pretrained(folder) == SparseMask.from_pretrained(saved)
-
-
-def test_that_there_is_no_checkpoint_is_said_once(tmp_path, caplog):
-    """The check before a run says nothing, the run does."""
-    folder = tmp_path / "run"
-    assert choose_folder(folder, False, True, False, True) == (folder, None) and not caplog.text
-    with run_folder(folder, resume=True, unfinished=True) as place:
-        assert place == (folder, None)
-    assert caplog.text.count("has no complete checkpoint to resume from: the run starts at the beginning") == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["no checkpoint", "a damaged one"])
@@ -634,17 +594,15 @@ def test_several_runs_go_on(finetuning_flags, said, tmp_path):
 
 
 def test_a_failed_save_keeps_what_the_limit_would_delete(pretraining_flags, tmp_path, said, monkeypatch):
-    def fail(folder):
-        raise OSError(28, "No space left on device")
+    folder, write = tmp_path / "run", checkpoint_manifests._write_manifest
 
-    folder, words = tmp_path / "run", pretraining_flags(tmp_path / "run", *SEARCH, "--save_total_limit", "1")
-    from sparsebert.training.runs import checkpoint_manifests
+    def write_or_fail(path):
+        if path.name == "checkpoint-4":
+            raise OSError(28, "No space left on device")
+        write(path)
 
-    write = checkpoint_manifests._write_manifest
-    monkeypatch.setattr(
-        checkpoint_manifests, "_write_manifest", lambda path: fail(path) if path.name[-1] == "4" else write(path)
-    )
-    assert "No space left on device" in said(words, code=1)
+    monkeypatch.setattr(checkpoint_manifests, "_write_manifest", write_or_fail)
+    assert "No space left on device" in said(pretraining_flags(folder, *SEARCH, "--save_total_limit", "1"), code=1)
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
@@ -656,15 +614,6 @@ def test_a_run_that_fails_removes_only_what_it_has_half_written(tmp_path):
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError("full")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
-def test_a_run_aside_that_fails_leaves_nothing_aside(tmp_path):
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(OSError, match="full"), run_folder(tmp_path, overwrite=True) as (folder, _):
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError("full")
-    assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
 def test_metrics_file(tmp_path):

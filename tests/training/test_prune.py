@@ -198,25 +198,19 @@ def test_masks_that_were_half_written_are_completed(tmp_path):
         prune(run, output, [0.4])
 
 
-def test_a_table_that_was_damaged_is_named(tmp_path):
+def test_what_was_damaged_is_named(tmp_path):
     run, output = search(tmp_path / "run"), tmp_path / "masks"
-    output.mkdir()
+    prune(run, output, [0.4, 0.8])
+    (damaged := output / "p_0.8/mask.safetensors").write_bytes(b"damaged")
+    with pytest.raises(MaskFileError, match=r"p_0\.8"):
+        prune(run, output, [0.4, 0.8])
+    assert damaged.read_bytes() == b"damaged"
     for content in ("{", "{}", "[]", '{"masks": 3}'):
         (output / "pruning.json").write_text(content)
         with pytest.raises(ValueError, match=r"pruning\.json is damaged or of something else"):
-            prune(run, output, [0.4])
-    prune(run, output, [0.4], overwrite=True)
-    assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4"}
-
-
-def test_a_mask_that_was_damaged_is_named(tmp_path):
-    run, output = search(tmp_path / "run"), tmp_path / "masks"
-    prune(run, output, [0.4, 0.8])
-    (output / "p_0.8" / "mask.safetensors").write_bytes(b"damaged")
-    with pytest.raises(MaskFileError, match=r"p_0\.8"):
-        prune(run, output, [0.4, 0.8])
-    assert (output / "p_0.8" / "mask.safetensors").read_bytes() == b"damaged"
+            prune(run, output, [0.4, 0.8])
     prune(run, output, [0.4, 0.8], overwrite=True)
+    assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4", "p_0.8"}
     assert SparseMask.from_pretrained(output / "p_0.8").sparsity == pytest.approx(0.8, abs=0.02)
 
 
@@ -255,9 +249,8 @@ def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path):
     assert (output / "scores.png").stat().st_size > 5000 and (output / "scores.svg").is_file()
     table = pruning_table(result)
     printed = {row[0]: row[table.columns.index("accuracy")] for row in table.rows}
-    assert printed == {name: f"{score['score']:.4f}" for name, score in scores["masks"].items()} | {
-        "dense": f"{scores['dense']['score']:.4f}"
-    }
+    every = scores["masks"] | {"dense": scores["dense"]}
+    assert printed == {name: f"{score['score']:.4f}" for name, score in every.items()}
     weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
     prune(run, output, [0.4, 0.7], recipe, random_controls=1)
     assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
@@ -269,13 +262,8 @@ def test_curves_show_the_deviation_over_seeds_or_over_draws():
         name: build_pattern("random", 8, 2, sparsity=sparsity).replace(metadata={"asked_sparsity": sparsity})
         for name, sparsity in sparsities.items()
     }
-    values = {
-        "p_0.5": (0.9, 0.02),
-        "p_0.75": (0.8, None),
-        "random_0.5_seed0": (0.7, 0.03),
-        "random_0.5_seed1": (0.6, 0),
-    }
-    scores = {name: {"score": score, "score_std": deviation} for name, (score, deviation) in values.items()}
+    values = zip((0.9, 0.8, 0.7, 0.6), (0.02, None, 0.03, 0), strict=True)
+    scores = {name: {"score": score, "score_std": std} for name, (score, std) in zip(sparsities, values, strict=True)}
     assert curves(masks, scores) == {
         "lowest P removed": ([0.5, 0.75], [0.9, 0.8], [0.02, None]),
         "random control": ([0.5], [pytest.approx(0.65)], [pytest.approx(0.1 / 2**0.5)]),

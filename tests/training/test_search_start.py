@@ -13,12 +13,14 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from sparsebert import SparseBertForMaskedLM
 from sparsebert.analysis.saved_runs import read_run
+from sparsebert.training.pretraining import pretraining_run
 from sparsebert.training.pretraining.pretraining_run import pretrain
 from sparsebert.training.pretraining.search_start import START_ROWS, start_search
 from sparsebert.training.searching.matching import random_batches
 
 
 LENGTH = 24
+DENSE = {"search": None, "target_sparsity": None, "share_layers": None, "pattern": "dense"}
 
 
 @pytest.fixture
@@ -79,9 +81,8 @@ def test_the_search_starts_from_the_attention_of_the_base_model(recipe, base, tm
     local = read_run(tmp_path / "local").probs
     near = torch.stack([local[..., 1, 1 + k] for k in range(LENGTH - 2)], -1)
     assert (near.diff(dim=-1) < 1e-3).all() and (found.diff(dim=-1) > 0.02).any(-1).all()
-    assert SparseBertForMaskedLM.from_pretrained(tmp_path / "run").sparse_attention.mask.sparsity == pytest.approx(
-        0.6, abs=0.05
-    )
+    mask = SparseBertForMaskedLM.from_pretrained(tmp_path / "run").sparse_attention.mask
+    assert mask.sparsity == pytest.approx(0.6, abs=0.05)
 
 
 def test_the_start_takes_no_more_memory_with_a_large_batch(recipe, tmp_path, monkeypatch):
@@ -121,9 +122,7 @@ def test_a_resumed_run_keeps_its_logits(recipe, tmp_path, monkeypatch):
     pretrain(recipe("resumed", training=training))
     (tmp_path / "resumed/metrics.json").unlink()
     checkpoint = str(tmp_path / "resumed/checkpoint-2")
-    monkeypatch.setattr(
-        "sparsebert.training.pretraining.pretraining_run.start_search", lambda *_: pytest.fail("starts again")
-    )
+    monkeypatch.setattr(pretraining_run, "start_search", lambda *_: pytest.fail("starts again"))
     pretrain(recipe("resumed", training=training | {"resume_from_checkpoint": checkpoint}, data={"overwrite": True}))
     whole, resumed = (load_file(tmp_path / name / "mask_probs.safetensors")["probs"] for name in ("whole", "resumed"))
     assert torch.equal(whole, resumed)
@@ -143,8 +142,8 @@ def test_weights_that_are_partitioned_are_refused_first(recipe):
         ({"base_model": None}, {}, "start_from_attention needs base_model"),
         (
             {},
-            {"search": None, "target_sparsity": None, "share_layers": None, "pattern": "dense"},
-            "start_from_attention needs model.search",
+            dict.fromkeys(("search", "target_sparsity", "share_layers")) | {"pattern": "dense"},
+            "needs model.search",
         ),
         ({}, {"initial_decay": 1.0}, "initial_decay 1.0 excludes start_from_attention"),
         ({"streaming": True}, {}, "start_from_attention .* set streaming to false"),

@@ -5,12 +5,15 @@ import itertools
 import json
 import math
 import re
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import TINY
 from safetensors.torch import load_file
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
@@ -31,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
 
 
 LENGTH = 12
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+LOGITS, QUERY = "bert.sparse_attention.mask_logits", "bert.encoder.layer.1.attention.self.query.weight"
 
 
 def rows(count, masked=3):
@@ -47,22 +52,12 @@ def rows(count, masked=3):
     return examples
 
 
-def make_trainer(model, folder, dataset=None, trainer_class=SparseBertTrainer, **arguments):
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "max_steps": 3,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-    }
+def make_trainer(model, folder, dataset=None, trainer_class=SparseBertTrainer, callbacks=(), **arguments):
+    defaults = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    defaults |= {"max_steps": 3, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
+    options = TrainingArguments(str(folder), **defaults | {"lr_scheduler_type": "constant"} | arguments)
     dataset = rows(32) if dataset is None else dataset
-    callbacks, options = arguments.pop("callbacks", None), TrainingArguments(**defaults | arguments)
-    return trainer_class(model, options, train_dataset=dataset, eval_dataset=dataset, callbacks=callbacks)
+    return trainer_class(model, options, train_dataset=dataset, eval_dataset=dataset, callbacks=list(callbacks))
 
 
 def history(trainer, key):
@@ -83,16 +78,9 @@ def test_one_by_eight_equals_eight_by_one(tiny_config, tmp_path, trainer_class):
     for batch, accumulation in ((8, 1), (1, 8), (2, 4)):
         torch.manual_seed(0)
         model = SparseBertForMaskedLM(tiny_config(search="soft", mask_length=LENGTH, sparsity_weight=0.01))
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            trainer_class=trainer_class,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            learning_rate=0.1,
-            optim="sgd",
-            max_grad_norm=0.0,
-        )
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        descent = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0}
+        trainer = make_trainer(model, tmp_path, trainer_class=trainer_class, **sizes, **descent)
         start = weights(model)
         trainer.train()
         results.append((history(trainer, "loss"), weights(model)))
@@ -105,31 +93,25 @@ def test_one_by_eight_equals_eight_by_one(tiny_config, tmp_path, trainer_class):
             torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_resumed_search_equals_the_uninterrupted_one(tiny_config, tmp_path):
-    """Dropout and the mask's noise go on where they were."""
-    config = tiny_config(search="soft", hidden_dropout_prob=0.1)
-    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
-    whole = SparseBertForMaskedLM(config)
-    start = weights(whole)
-    trainer = make_trainer(whole, tmp_path, **arguments)
-    trainer.train()
-    torch.manual_seed(99)
-    resumed = SparseBertForMaskedLM(config)
-    second = make_trainer(resumed, tmp_path, **arguments)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert second.state.global_step == 4
-    assert history(second, "loss") == pytest.approx(history(trainer, "loss"), rel=1e-6)
-    for name, parameter in weights(resumed).items():
-        torch.testing.assert_close(parameter, weights(whole)[name], atol=1e-7, rtol=1e-6, msg=name)
-    logits = "bert.sparse_attention.mask_logits"
-    assert not torch.equal(start[logits], weights(whole)[logits])
+class At(TrainerCallback):
+    """Does something at an event, told the state and the model."""
+
+    def __init__(self, event, do):
+        setattr(self, event, lambda args, state, control, model=None, **kwargs: do(state, model))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder of a search with checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("saved")
+    make_trainer(SparseBertForMaskedLM(SparseBertConfig(**TINY)), folder, **SAVING).train()
+    return folder
 
 
 @pytest.mark.parametrize("damage", ["incomplete", "truncated", "stock", "stateless"])
-def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, damage, caplog):
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, **arguments).train()
-    newest = tmp_path / "checkpoint-6"
+def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, saved, tmp_path, damage, caplog):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    newest, begun = tmp_path / "checkpoint-6", []
     if damage == "truncated":
         with open(newest / "model.safetensors", "r+b") as file:
             file.truncate(20)
@@ -138,15 +120,11 @@ def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, d
             (folder / MANIFEST_NAME).unlink()
         if damage == "stateless":
             (newest / "trainer_state.json").unlink()
-    begun = []
-
-    class Begin(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            begun.append(state.global_step)
 
     def resume(checkpoint):
+        begin = At("on_train_begin", lambda state, _: begun.append(state.global_step))
         model = SparseBertForMaskedLM(tiny_config())
-        make_trainer(model, tmp_path, callbacks=[Begin()], **arguments).train(resume_from_checkpoint=checkpoint)
+        make_trainer(model, tmp_path, callbacks=[begin], **SAVING).train(resume_from_checkpoint=checkpoint)
 
     if damage == "truncated":
         with pytest.raises(ValueError, match="model.safetensors is damaged: it has 20 bytes"):
@@ -158,20 +136,20 @@ def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, d
     assert said.get(damage, "Skipped a newer checkpoint") in caplog.text
 
 
+def terminate(state, _):
+    if state.global_step >= 2:
+        signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     "fields", [{"save_strategy": "best", "load_best_model_at_end": True}, {"save_only_model": True}]
 )
 def test_a_signal_saves_what_can_be_resumed(tiny_config, tmp_path, fields):
-    class Terminate(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                signal.raise_signal(signal.SIGTERM)
-
     arguments = {"max_steps": 5, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "save_steps": 9}
     if "load_best_model_at_end" in fields:
         arguments |= {"metric_for_best_model": "loss", "greater_is_better": True}  # worse with every step
     model = SparseBertForMaskedLM(tiny_config())
-    trainer = make_trainer(model, tmp_path, callbacks=[Terminate()], **arguments | fields)
+    trainer = make_trainer(model, tmp_path, callbacks=[At("on_step_begin", terminate)], **arguments | fields)
     with pytest.raises(TrainingStopped, match="with a checkpoint"), StopOnSignal(trainer):
         trainer.train()
     check_whole(tmp_path / "checkpoint-3")
@@ -180,12 +158,8 @@ def test_a_signal_saves_what_can_be_resumed(tiny_config, tmp_path, fields):
 
 def test_a_signal_after_the_last_step_is_not_lost(tiny_config, tmp_path):
     """There is no step to stop at: whoever had the signal before gets it."""
-
-    class Terminate(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            signal.raise_signal(signal.SIGTERM)
-
-    trainer = make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, callbacks=[Terminate()])
+    end = At("on_train_end", terminate)
+    trainer = make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, callbacks=[end])
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -228,7 +202,7 @@ def test_a_token_is_not_saved(tiny_config, tmp_path):
 def test_search_that_ends_within_the_training(tiny_config, tmp_path, step):
     """It freezes at half the steps, trains on, and goes on from a checkpoint before or after that."""
     config = tiny_config(search="dam_s", target_sparsity=0.6, mask_length=16)
-    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    arguments = SAVING | {"lr_scheduler_type": "linear"}
 
     def run(resume=None):
         torch.manual_seed(7)
@@ -308,38 +282,31 @@ def test_logits_get_no_weight_decay(tiny_config, tmp_path):
     assert len(decay) == len(list(model.parameters()))
 
 
-def train_with_trainer(model, steps, folder):
-    make_trainer(model, folder, max_steps=steps).train()
+def train_with_trainer(model, steps, folder, trainer_class=SparseBertTrainer):
+    make_trainer(model, folder, trainer_class=trainer_class, max_steps=steps).train()
 
 
-def train_with_stock_trainer(model, steps, folder):
-    make_trainer(model, folder, trainer_class=Trainer, max_steps=steps).train()
-
-
-def train_with_accelerate(model, steps, folder):
-    accelerator = Accelerator(cpu=True)
+def train_in_a_loop(model, steps, folder, accelerator=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(rows(8 * steps), batch_size=8)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if accelerator:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
-        accelerator.backward(model(**batch).loss)
+        loss = model(**batch).loss
+        accelerator.backward(loss) if accelerator else loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train_with_a_plain_loop(model, steps, folder):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in torch.utils.data.DataLoader(rows(8 * steps), batch_size=8):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+LOOPS = {
+    "SparseBertTrainer": train_with_trainer,
+    "Trainer": partial(train_with_trainer, trainer_class=Trainer),
+    "accelerate": lambda *arguments: train_in_a_loop(*arguments, Accelerator(cpu=True)),
+    "plain loop": train_in_a_loop,
+}
 
 
-@pytest.mark.parametrize(
-    "train",
-    [train_with_trainer, train_with_stock_trainer, train_with_accelerate, train_with_a_plain_loop],
-    ids=["SparseBertTrainer", "Trainer", "accelerate", "plain loop"],
-)
+@pytest.mark.parametrize("train", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("search", ["dam_s", "soft"])
 def test_any_loop_moves_the_logits(tiny_config, tmp_path, search, train):
     """The penalty outweighs the task here: after 10 steps of 1e-3, ten times enlarged, alpha is near -0.1."""
@@ -349,8 +316,7 @@ def test_any_loop_moves_the_logits(tiny_config, tmp_path, search, train):
     train(model, 10, tmp_path)
     alpha = model.sparse_attention.learned.alpha().detach()
     assert alpha.mean().item() == pytest.approx(-0.1, abs=0.03)
-    query = "bert.encoder.layer.0.attention.self.query.weight"
-    assert not torch.equal(before[query], weights(model)[query])
+    assert not torch.equal(before[QUERY], weights(model)[QUERY])
 
 
 def test_loss_falls_and_the_mask_becomes_sparse(tiny_config, tmp_path):
@@ -385,11 +351,10 @@ def one_update(config, folder, weight, **arguments):
 
 def test_update_of_the_weights_does_not_depend_on_the_penalty(tiny_config, tmp_path):
     """Clipped together, the penalty's gradient leaves a hundredth of the update of the weights."""
-    logits = "bert.sparse_attention.mask_logits"
     (small, norm), (large, other) = (one_update(tiny_config, tmp_path, weight) for weight in (0.0, 10.0))
     assert norm == other
-    assert not torch.equal(small.pop(logits), large[logits])
-    assert large.pop(logits).norm() == pytest.approx(1.0, rel=1e-3)  # max_grad_norm
+    assert not torch.equal(small.pop(LOGITS), large[LOGITS])
+    assert large.pop(LOGITS).norm() == pytest.approx(1.0, rel=1e-3)  # max_grad_norm
     assert all(torch.equal(update, large[name]) for name, update in small.items())
     total = torch.stack([update.norm() for update in small.values()]).norm()
     assert total == pytest.approx(min(norm[0], 1.0), rel=1e-3)
@@ -457,21 +422,17 @@ def test_loss_without_the_penalty_is_warned_of_once(tiny_config, tmp_path, caplo
 # Numbers that are not finite
 
 
-class Breaker(TrainerCallback):
+def breaker(name, what):
     """Spoils a tensor of the model once two steps are done: its weight, or its gradient."""
 
-    def __init__(self, name, what):
-        self.name, self.what = name, what
+    def spoil(state, model):
+        if state.global_step == 2 and what == "weight":
+            model.get_parameter(name).data.view(-1)[3] = torch.nan
+        if state.global_step == 2 and what == "gradient":
+            spoiled = torch.tensor([1])
+            model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(-1, spoiled, torch.nan))
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        weight = model.get_parameter(self.name)
-        if state.global_step == 2 and self.what == "weight":
-            weight.data.view(-1)[3] = torch.nan
-        if state.global_step == 2 and self.what == "gradient":
-            weight.register_hook(lambda gradient: gradient.index_fill(-1, torch.tensor([1]), torch.nan))
-
-
-LOGITS, QUERY = "bert.sparse_attention.mask_logits", "bert.encoder.layer.1.attention.self.query.weight"
+    return At("on_step_begin", spoil)
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "not clipped"])
@@ -488,7 +449,7 @@ LOGITS, QUERY = "bert.sparse_attention.mask_logits", "bert.encoder.layer.1.atten
 def test_nan_stops_within_one_step(tiny_config, tmp_path, name, what, message, clip):
     model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
     arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "max_grad_norm": clip}
-    trainer = make_trainer(model, tmp_path, callbacks=[Breaker(name, what)], **arguments)
+    trainer = make_trainer(model, tmp_path, callbacks=[breaker(name, what)], **arguments)
     with pytest.raises(FloatingPointError, match=re.escape(message)) as error:
         trainer.train()
     assert "step 3: " in str(error.value) and str(tmp_path / "checkpoint-2") in str(error.value)
@@ -575,7 +536,7 @@ def test_steps_that_overflow_are_skipped_and_counted(half_trainer):
 @pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "not clipped"])
 def test_overflow_in_every_step_stops_the_training(half_trainer, tmp_path, clip):
     arguments = {"save_strategy": "steps", "save_steps": 4, "max_steps": 60, "max_grad_norm": clip}
-    trainer = half_trainer(1.0, callbacks=[Breaker(QUERY, "gradient")], **arguments)
+    trainer = half_trainer(1.0, callbacks=[breaker(QUERY, "gradient")], **arguments)
     with pytest.raises(FloatingPointError, match="20 steps in a row overflowed under fp16: use bf16") as error:
         trainer.train()
     assert "step 22: " in str(error.value) and str(tmp_path / "checkpoint-20") in str(error.value)
@@ -585,21 +546,18 @@ def test_overflow_in_every_step_stops_the_training(half_trainer, tmp_path, clip)
 
 
 def test_overflows_now_and_then_do_not_stop_the_training(half_trainer):
-    class Now(Breaker):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 0:
-                model.get_parameter(self.name).register_hook(
-                    lambda gradient: gradient * (torch.nan if state.global_step % 3 else 1.0)
-                )
+    def overflow_in_two_of_three(state, model):
+        if state.global_step == 0:
+            model.get_parameter(QUERY).register_hook(lambda g: g * (torch.nan if state.global_step % 3 else 1.0))
 
-    trainer = half_trainer(1.0, callbacks=[Now(QUERY, "gradient")], max_steps=12)
+    trainer = half_trainer(1.0, callbacks=[At("on_step_begin", overflow_in_two_of_three)], max_steps=12)
     trainer.most_skipped_steps = 3
     trainer.train()
     assert history(trainer, "skipped_steps")[-1] == 8
 
 
 def test_a_weight_that_is_not_finite_is_no_overflow(half_trainer):
-    trainer = half_trainer(1.0, callbacks=[Breaker(QUERY, "weight")], max_steps=60)
+    trainer = half_trainer(1.0, callbacks=[breaker(QUERY, "weight")], max_steps=60)
     with pytest.raises(FloatingPointError, match=f"step 3: .*{QUERY} is not finite"):
         trainer.train()
 
@@ -661,20 +619,15 @@ def test_metrics_of_pretraining(tiny_config):
 
 
 @pytest.mark.parametrize("name, value, removed", [("freeze_sparsity", 0.75, 0.75), ("freeze_threshold", 0.0, 0.0)])
-def test_a_recipe_says_what_the_mask_is_frozen_by(pretraining_flags, tmp_path, name, value, removed):
-    words = pretraining_flags(tmp_path, "--search", "dam_u", "--allow_empty_rows", "true", f"--{name}", value)
-    assert main(words) == 0
+def test_a_recipe_says_the_dtype_and_what_the_mask_is_frozen_by(pretraining_flags, tmp_path, name, value, removed):
+    flags = ("--search", "dam_u", "--allow_empty_rows", "true", f"--{name}", value, "--dtype", "bfloat16")
+    assert main(pretraining_flags(tmp_path, *flags)) == 0
+    assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["sparsity"] == pytest.approx(removed, abs=0.005)
     tokens = metrics["steps"] * 4 * 16
     assert metrics["tokens_per_second"] * metrics["train_seconds"] == pytest.approx(tokens, rel=1e-3)
-
-
-def test_a_recipe_says_the_dtype_of_a_new_model(pretraining_flags, tmp_path):
-    assert main(pretraining_flags(tmp_path, "--search", "dam_s", "--dtype", "bfloat16", "--max_steps", "1")) == 0
-    weights = load_file(tmp_path / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_recipe_says_which_tokens_are_predicted(word_tokenizer, tmp_path):
