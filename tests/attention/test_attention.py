@@ -340,12 +340,12 @@ def test_whole_grid(poisoned_memory, name, mask):
     check_all(name, "cpu", mask)
 
 
-@pytest.mark.parametrize("head_size", [32, 64])
+@pytest.mark.parametrize("head_size, diagonal", [(32, None), (64, False)])
 @pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
 @pytest.mark.parametrize("name", serving())
-def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_tokens, head_size):
+def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_tokens, head_size, diagonal):
     """A batch that mixes left and right padding, with a mask per head: the first token is the first real one."""
-    length, diagonal = 37, None if head_size == 32 else False
+    length = 37
     table = torch.rand(2, length, length) < torch.tensor([0.05, 0.5])[:, None, None]
     mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=diagonal)
     padding = torch.ones(5, length, dtype=torch.bool)
