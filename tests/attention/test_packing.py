@@ -22,7 +22,7 @@ from sparsebert.data.examples import causal_collator, pretraining_collator, pret
 from sparsebert.data.packing import PackedCollator
 from sparsebert.data.tasks.classification import collator
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
-from sparsebert.training.finetuning.finetuning_checks import check_arguments
+from sparsebert.training.finetuning.finetuning_plan import check_arguments
 from sparsebert.training.finetuning.single_run import run_once
 from sparsebert.training.finetuning.task_data import prepare
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.training.finetuning.comparison import compare
+from sparsebert.training.finetuning.finetuning_plan import PAPER_GRID
 from sparsebert.training.finetuning.finetuning_runs import finetune
-from sparsebert.training.finetuning.several_runs import PAPER_GRID
 
 
 pytestmark = pytest.mark.usefixtures("without_matplotlib")

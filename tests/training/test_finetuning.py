@@ -19,7 +19,7 @@ from sparsebert import SparseBertForSequenceClassification, SparseMask
 from sparsebert.data.tasks import TASKS
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
-from sparsebert.training.finetuning.finetuning_checks import check_arguments
+from sparsebert.training.finetuning.finetuning_plan import check_arguments
 from sparsebert.training.finetuning.single_run import read_predictions, run_once
 from sparsebert.training.finetuning.task_data import MissingSplitError, choose_splits, prepare
 from sparsebert.training.finetuning.task_models import load_model, mask_metrics

@@ -1,13 +1,17 @@
-"""The fields of a fine-tuning recipe about task, model, mask and runs."""
+"""The arguments of fine-tuning: the fields about task, model, mask and runs, and those of the Trainer for a task."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.dataclasses import validated_field
+from transformers import TrainingArguments
 
-from ...checks import CheckedFields, number
+from ...checks import CheckedFields, nearest, number
+from ...data.tasks import Task
 from ...hub import HubArguments
+from ..runs.run_checks import read_training
 
 
 MOST_RUNS = 10_000
@@ -119,3 +123,22 @@ class FinetuningArguments(CheckedFields, HubArguments):
     resume: bool = False
     allow_partial_resume: bool = False
     overwrite: bool = False
+
+
+def training_fields(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> dict[str, Any]:
+    """The section `training` of a run on a task, with the task's settings for fields that are not set."""
+    return {"save_strategy": "no"} | task.settings | fields | {"output_dir": os.fspath(output_dir)}
+
+
+def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
+    """The `TrainingArguments` of a run on a task, checked."""
+    arguments = read_training(training_fields(fields, output_dir, task))
+    if arguments.label_smoothing_factor and not task.classifies:
+        raise ValueError(
+            f"label_smoothing_factor must be 0 for task {task.name}, whose labels are not classes, got "
+            f"{arguments.label_smoothing_factor}"
+        )
+    best = arguments.metric_for_best_model
+    if best is not None and best.removeprefix("eval_") not in (known := ("loss", *task.metric_names())):
+        raise nearest(f"metric_for_best_model of task {task.name}", best, known)
+    return arguments

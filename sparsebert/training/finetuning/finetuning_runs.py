@@ -7,7 +7,7 @@ Finished runs are read from their folders, not repeated, see [`run_or_read`].
 import io
 import math
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from ...analysis.reporting.reports import read_metrics, report_tables
 from ...analysis.statistics import summarize
-from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
 from ...files import (
     EXPERIMENT_NAME,
@@ -34,12 +33,10 @@ from ...output_folders import remove, remove_replaced, stored_metrics, weights_a
 from ...recipe_files import write_recipe
 from ..runs.run_cards import add_finetuning
 from ..runs.run_folders import resume_from
-from ..runs.sources import check_kept
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
-from .finetuning_checks import check_arguments
-from .several_runs import cells_of, check_runs_folder, layout_of, read_grid, read_seeds, run_or_read
-from .single_run import training_arguments
+from .finetuning_plan import Plan, cells_of, check_runs_folder, layout_of, read_plan
+from .single_run import run_or_read
 from .task_data import MissingSplitError, TaskData, prepare
 
 
@@ -55,7 +52,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     Fine-tune as a recipe says: on one task or all of GLUE, with one or more seeds, with given settings or the best
     ones of a grid, optionally compared with a baseline.
     """
-    plan = _read_plan(recipe)
+    plan = read_plan(recipe)
     # The token stays with the options: what is written of a recipe must not have it.
     recipe = recipe | {"data": without_secrets(recipe["data"])}
     resume = resume_from(plan.options.resume, plan.arguments.resume_from_checkpoint)
@@ -74,35 +71,10 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
 
 def check_finetuning(recipe: dict[str, dict[str, Any]]) -> None:
     """Check a recipe and the data that it names, as [`finetune`] does before the first training."""
-    _prepare_tasks(_read_plan(recipe))
+    _prepare_tasks(read_plan(recipe))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The runs of a recipe: its options, the arguments of the first run, the output folder, the seeds and the grid."""
-
-    options: FinetuningArguments
-    arguments: TrainingArguments
-    output: Path
-    seeds: list[int]
-    grid: dict[str, list]
-
-
-def _read_plan(recipe: dict[str, dict[str, Any]]) -> _Plan:
-    options = FinetuningArguments(**recipe["data"])
-    check_arguments(options, recipe["model"])
-    grid = read_grid(options.sweep)
-    output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
-    check_kept(output, "model", options)
-    arguments, *_ = [
-        training_arguments(recipe["training"] | settings, output, TASKS[name])
-        for name in (GLUE if options.all else [str(options.task)])
-        for settings in cells_of(grid)
-    ]
-    return _Plan(options, arguments, output, read_seeds(options.seeds, arguments.seed), grid)
-
-
-def _prepare_tasks(plan: _Plan) -> tuple[dict[str, TaskData], dict[str, str], dict[str, Path]]:
+def _prepare_tasks(plan: Plan) -> tuple[dict[str, TaskData], dict[str, str], dict[str, Path]]:
     """The data of each task, the reason for each task of GLUE that has none, and the folders of the baselines."""
     options = plan.options
     with plan.arguments.main_process_first(desc="tokenization"):  # the first fills the caches, the others read them
@@ -115,7 +87,7 @@ def _prepare_tasks(plan: _Plan) -> tuple[dict[str, TaskData], dict[str, str], di
     return tasks, missing, baselines
 
 
-def _finetune(recipe: dict[str, dict[str, Any]], plan: _Plan) -> Path:
+def _finetune(recipe: dict[str, dict[str, Any]], plan: Plan) -> Path:
     options, output, seeds, grid = plan.options, plan.output, plan.seeds, plan.grid
     whole, several = options.all, bool(grid) or len(seeds) > 1
     # Everything that can be wrong with the data of a task is found before the first task is trained on.

@@ -1,50 +1,103 @@
-"""One fine-tuning run: training, evaluation and prediction."""
+"""One fine-tuning run: training, evaluation and prediction, unless its folder holds it already."""
 
+import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ...checks import nearest
-from ...data.tasks import Task
-from ...files import RECIPE_NAME
+from ...files import METRICS_NAME, RECIPE_NAME
+from ...hub import SECRETS
 from ...learning.mask_description import allowed_fields
 from ...learning.progressive_pruning import ProgressivePruning
 from ...masks.patterns import PATTERNS
 from ...models.bert.token_mixers import fixed_length
-from ...recipe_files import write_recipe
+from ...output_folders import finish_move
+from ...recipe_files import read_stored_recipe, write_recipe
 from ..runs.resuming import rows_record
 from ..runs.run_cards import add_finetuning, draw_heads
-from ..runs.run_checks import check_served, read_training
+from ..runs.run_checks import check_served
 from ..runs.run_life import TrainingRun, training_run
 from ..trainer import SparseBertTrainer
+from .finetuning_arguments import training_fields
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
 
 
 logger = logging.get_logger(__name__)
 
+# Fields that say which runs there are, not what one of them computes.
+_LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
+_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", *SECRETS)
 
-def training_fields(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> dict[str, Any]:
-    """The section `training` of a run on a task, with the task's settings for fields that are not set."""
-    return {"save_strategy": "no"} | task.settings | fields | {"output_dir": os.fspath(output_dir)}
+
+def run_or_read(
+    data: TaskData,
+    recipe: dict[str, dict[str, Any]],
+    settings: dict[str, Any],
+    folder: Path,
+    need_weights: bool = False,
+) -> dict[str, Any]:
+    """The metrics of a run: those in its folder if it holds a finished run of the same recipe, model and mask."""
+    training = recipe["training"] | settings
+    written = _describe(data, recipe, training)
+    path = folder / RECIPE_NAME
+    finish_move(folder)
+    if (folder / METRICS_NAME).is_file() and path.is_file() and not data.options.overwrite:
+        stored = read_stored_recipe(path)
+        if stored is None:
+            raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
+        _check_same(folder, stored, written)
+        if not need_weights or any(folder.glob("model*.safetensors")):
+            logger.warning(f"{folder} is finished and is not run again.")
+            metrics = json.loads((folder / METRICS_NAME).read_text())
+            return {name: value for name, value in metrics.items() if name != "comparison"}
+    logger.warning(f"{folder}: training with seed {training['seed']}.")
+    return run_once(data, recipe["model"], training, folder, written)
 
 
-def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
-    """The `TrainingArguments` of a run on a task, checked."""
-    arguments = read_training(training_fields(fields, output_dir, task))
-    if arguments.label_smoothing_factor and not task.classifies:
-        raise ValueError(
-            f"label_smoothing_factor must be 0 for task {task.name}, whose labels are not classes, got "
-            f"{arguments.label_smoothing_factor}"
-        )
-    best = arguments.metric_for_best_model
-    if best is not None and best.removeprefix("eval_") not in (known := ("loss", *task.metric_names())):
-        raise nearest(f"metric_for_best_model of task {task.name}", best, known)
-    return arguments
+def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:
+    """Everything that the result of a run depends on."""
+    options = data.options
+    inputs: dict[str, Any] = {
+        "model": _digest(options.model, options.subfolder),
+        "mask": _digest(options.mask, options.mask_subfolder),
+    }
+    inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
+    section = recipe["data"] | {"task": data.task.name}
+    return {
+        "data": {name: value for name, value in section.items() if name not in _LAYOUT},
+        "model": dict(recipe["model"]),
+        "training": {name: value for name, value in training.items() if name not in _NOT_OF_RESULT},
+        "inputs": inputs,
+    }
+
+
+def _check_same(folder: Path, stored: dict[str, dict], written: dict[str, dict]) -> None:
+    for section, values in written.items():
+        for name in sorted(values.keys() | stored[section].keys()):
+            if stored[section].get(name) != values.get(name):
+                old, new = (repr(where.get(name, "unset")) for where in (stored[section], values))
+                raise ValueError(
+                    f"{folder} holds a run with {section}.{name} {old}, not {new}: choose another output_dir, or "
+                    "pass --overwrite"
+                )
+
+
+def _digest(name: str | None, subfolder: str | None) -> str | None:
+    """Hash of the contents of a model's or mask's folder, to notice when they were replaced."""
+    if name is None or not Path(name).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(name, subfolder or "").glob("*")):
+        if path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "mask_config.json"):
+            with open(path, "rb") as file:
+                for block in iter(partial(file.read, 2**20), b""):
+                    digest.update(block)
+    return digest.hexdigest()
 
 
 def run_once(
@@ -72,7 +125,7 @@ def _run(run: TrainingRun, data: TaskData, model: dict[str, Any], recipe: Any) -
     if options.mask in PATTERNS and "mask_seed" in allowed_fields(options.mask):
         model = {"mask_seed": arguments.seed} | model
     network = load_model(data, model)
-    check_served(network, arguments, max(int(lengths.max()) for lengths in data.lengths.values()))
+    check_served(network, arguments, data.longest)
     first = data.evaluation_splits[0]
     run.define(options, network.config, **rows_record(data.features[data.train_split]))
     pruning = ProgressivePruning.from_settings(options.pruning)

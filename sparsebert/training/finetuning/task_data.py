@@ -49,6 +49,11 @@ class TaskData:
             lengths[split] = np.array([len(ids) for row in rows for ids in (row if nested else [row])])
         return lengths
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest input."""
+        return max(int(lengths.max()) for lengths in self.lengths.values())
+
     @cached_property
     def metric(self) -> "TaskMetric":
         """The metric of the task."""

@@ -1,4 +1,4 @@
-"""The model of a fine-tuning run, with its mask and the head of its task."""
+"""The model of a fine-tuning run, with its mask and the head of its task: checked without its weights, and loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 import transformers
+from huggingface_hub.errors import HTTPError
 
+from ...attention.choosing.choice import ATTENTION_NAMES, check_backend
 from ...attention.model_masks import sparse_attention_of
-from ...checks import no_effect
+from ...checks import check_allowed, no_effect
 from ...hub import mask_arguments, read_config
-from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, with_changes
+from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields, with_changes
+from ...learning.progressive_pruning import ProgressivePruning
 from ...masks.patterns import PATTERNS
+from ...models.architectures import check_architecture, num_positions
 from ...models.attaching import attach, detach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, load
 from ...models.saving import AttachedModel
 from ...models.sparse_attention import get_sparse_attention
+from ..runs.run_checks import check_model_fields, check_sizes_of
+from ..runs.sources import check_source
 from .finetuning_arguments import FinetuningArguments
 from .task_data import TaskData
 
@@ -27,10 +33,8 @@ if TYPE_CHECKING:
 
     from ...masks.sparse_mask import SparseMask
 
-
-def does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
-    """The error of a mask that is not for this model, from that of the mask."""
-    return ValueError(f"mask {options.mask} does not fit {options.model}: {error}")
+# Fields that a SparseBERT model may change after pre-training.
+PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
 
 
 def model_and_mask_arguments(options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,6 +43,71 @@ def model_and_mask_arguments(options: Any) -> tuple[dict[str, Any], dict[str, An
         if (value := getattr(options, name)) is not None:
             raise no_effect(name, value, f"for the pattern {options.mask!r}")
     return options.hub_arguments(options.model), mask_arguments(options)
+
+
+def check_model(options: FinetuningArguments, config: dict[str, Any], max_length: int) -> None:
+    """Check model, mask and section `model` of a recipe without reading weights, for inputs of at most this length."""
+    for name, arguments in zip(("model", "mask"), model_and_mask_arguments(options), strict=True):
+        check_source(name, getattr(options, name), **arguments)
+    pruning = ProgressivePruning.from_settings(options.pruning)
+    if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
+        raise ValueError(
+            "pruning during fine-tuning needs the score 'attention' and --mask dense, got score "
+            f"{pruning.score!r} and mask {options.mask!r}"
+        )
+    try:
+        _check_without_weights(options, config, max_length)
+    except HTTPError as error:
+        named = f"model {options.model!r}" + (f" or mask {options.mask!r}" if options.mask else "")
+        raise ValueError(f"{named} could not be downloaded ({type(error).__name__}: {error})") from error
+
+
+def _check_without_weights(options: FinetuningArguments, config: dict[str, Any], max_length: int) -> None:
+    hub_arguments, of_mask = model_and_mask_arguments(options)
+    model = read_config(str(options.model), **hub_arguments)
+    check_model_fields({"vocab_size": getattr(model, "vocab_size", None)} | config)
+    check_sizes_of(f"model {options.model}", model, config)
+    positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
+    if max_length > positions:
+        raise ValueError(
+            f"max_length {max_length} is more than the {positions} positions of {options.model}: "
+            f"--max_length must be at most {positions}"
+        )
+    if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
+        if options.attn_implementation in ATTENTION_NAMES:
+            raise ValueError(
+                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
+                "give it one with --mask, or leave the field out"
+            )
+        meaningful: tuple[str, ...] = ()
+        why = "there is no mask"
+    else:
+        check_architecture(model.model_type)
+        probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
+        check_backend(options.attn_implementation or "sparse_auto", probability_map)
+        meaningful = allowed_fields(options.mask)
+        if model.model_type == SparseBertConfig.model_type:
+            meaningful += PROBABILITY_FIELDS
+        why = f"only {', '.join(meaningful)} of a frozen mask can be changed"
+    given = {name: value for name, value in config.items() if name in OWN_FIELDS}
+    check_allowed("model", given, meaningful, f"here: {why}; choose another mask with --mask")
+    if unknown := sorted(name for name in config.keys() - set(OWN_FIELDS) if not hasattr(model, name)):
+        why = f"here: a configuration of type {model.model_type!r} has no such field"
+        raise no_effect(f"model.{unknown[0]}", config[unknown[0]], why)
+    if options.mask is not None and options.mask not in PATTERNS:
+        mask = read_mask(options.mask, **of_mask)
+        if "num_hidden_layers" in config:
+            model.num_hidden_layers = config["num_hidden_layers"]
+        layers = model.num_attention_layers if hasattr(model, "num_attention_layers") else model.num_hidden_layers
+        try:
+            mask.check_fits(layers, model.num_attention_heads)
+        except ValueError as error:
+            raise _does_not_fit(options, error) from error
+
+
+def _does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
+    """The error of a mask that is not for this model, from that of the mask."""
+    return ValueError(f"mask {options.mask} does not fit {options.model}: {error}")
 
 
 def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
@@ -68,10 +137,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
             raise ValueError(
                 f"the mask of {options.model} is still being searched: freeze it first, or choose another with --mask"
             )
-        longest, multiple = (
-            max(int(lengths.max()) for lengths in data.lengths.values()),
-            options.pad_to_multiple_of or 1,
-        )
+        longest, multiple = data.longest, options.pad_to_multiple_of or 1
         mask.check_length(-(-longest // multiple) * multiple)
     return model
 
@@ -108,7 +174,7 @@ def _with_mask(
             return model
         return attach(model, name, attn_implementation=backend, **({} if pattern else of_mask), **fields)
     except ValueError as error:
-        raise does_not_fit(options, error) from error
+        raise _does_not_fit(options, error) from error
 
 
 def _fitting(
