@@ -67,6 +67,8 @@ def sparse_attention_forward(
                 f"sparse attention expects {expected} keys, got {key.shape[2]}: static key/value caches "
                 "are not supported, use a DynamicCache or use_cache=False"
             )
+        if not torch.compiler.is_compiling():
+            mask_inputs.reached.add(id(module))
         layer: Any = module.mask_layer
         mask_inputs = mask_inputs.for_layer(layer, attention_mask)
     if key.shape[1] != query.shape[1]:

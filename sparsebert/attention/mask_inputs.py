@@ -5,7 +5,7 @@ Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class MaskInputs:
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
         documents ([`DocumentSpans`], *optional*): Where the sequences are in a batch that is packed otherwise. All
             other fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
+
+    Attributes:
+        reached (`set` of `int`): The `id` of every attention module that ran with these inputs outside of a graph.
     """
 
     backend: str
@@ -83,6 +86,7 @@ class MaskInputs:
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
+    reached: set[int] = field(init=False, default_factory=set)
 
     @classmethod
     def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":

@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import tempfile
+import zlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -104,11 +105,14 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
         logger.warning(f"Built-in corpus without {', '.join(missing)}: not installed.")
 
     key = hashlib.sha256(json.dumps([FORMAT, list(versions.items())]).encode()).hexdigest()[:16]
-    cache_dir = Path(os.environ.get("SPARSEBERT_CACHE") or Path.home() / ".cache" / "sparsebert")
+    cache_dir = Path(os.environ.get("SPARSEBERT_CACHE") or os.path.expanduser("~/.cache/sparsebert"))
     cache_file = cache_dir / f"corpus-{key}.jsonl.gz"
-    if cache_file.is_file():
-        with gzip.open(cache_file, "rt", encoding="utf-8") as file:
-            return [Document(**json.loads(line)) for line in file]
+    if os.access(cache_file, os.R_OK):
+        try:
+            with gzip.open(cache_file, "rt", encoding="utf-8") as file:
+                return [Document(**json.loads(line)) for line in file]
+        except (OSError, EOFError, ValueError, TypeError, zlib.error) as error:
+            logger.warning(f"{cache_file} is damaged ({error}), and is made again.")
 
     documents = _extract(versions)
     try:
@@ -289,6 +293,8 @@ def prose_paragraphs(docstring: str) -> list[str]:
 
 
 def _write_cache(documents: list[Document], file: Path) -> None:
+    if str(file).startswith("~"):
+        raise FileNotFoundError("there is no home folder")
     file.parent.mkdir(parents=True, exist_ok=True)
     # Renamed only when complete, because other processes may read or write the same file.
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -296,6 +302,7 @@ def _write_cache(documents: list[Document], file: Path) -> None:
         with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", compresslevel=6, encoding="utf-8") as stream:
             for document in documents:
                 stream.write(json.dumps(document._asdict(), ensure_ascii=False) + "\n")
+        os.chmod(temporary, 0o644)  # other users of the folder may read it
         os.replace(temporary, file)
     except BaseException:
         os.unlink(temporary)

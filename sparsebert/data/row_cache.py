@@ -44,11 +44,23 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """
     A file that is made once: by the first process that asks, while others on the machine wait for it. Its name says
     all that its content depends on. `write` writes it aside, in a folder of its own, of which nothing stays.
+    If nothing can be written to the folder of `datasets`, the file is made for this process alone, with a warning.
     """
     path = folder / name
-    if path.is_file():
+    if os.access(path, os.R_OK):
         return path
-    make_folder(folder, "cache_dir")
+    try:
+        if str(folder).startswith("~"):
+            raise FileNotFoundError(f"cache_dir {folder} needs a home folder, and there is none")
+        make_folder(folder, "cache_dir")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"cache_dir {folder} cannot be written to: name another folder")
+    except OSError as error:
+        if folder != cache_folder(None):
+            raise
+        logger.warning_once(f"{error}; what is made from texts is not kept: set HF_DATASETS_CACHE or cache_dir.")
+        folder = cache_folder(None, kept=False)
+        path = folder / name
     lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(timeout=0)
@@ -86,7 +98,8 @@ def cache_folder(cache_dir: str | os.PathLike | None, kept: bool = True) -> Path
 
     if not kept:
         return Path(get_temporary_cache_files_directory())
-    return Path(datasets.config.HF_DATASETS_CACHE if cache_dir is None else cache_dir).expanduser() / "sparsebert"
+    folder = os.path.expanduser(datasets.config.HF_DATASETS_CACHE if cache_dir is None else cache_dir)
+    return Path(folder, "sparsebert")
 
 
 def cached_rows(
@@ -104,6 +117,7 @@ def cached_rows(
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter
+    from pyarrow import ArrowInvalid
 
     kept = fingerprint is not None
     key = key_of(fingerprint, _tokenizer_key(tokenizer), dict(settings)) if kept else os.urandom(16).hex()
@@ -115,7 +129,11 @@ def cached_rows(
                 writer.write_table(table)
             writer.finalize()
 
-    return datasets.Dataset.from_file(str(cached_file(cache_folder(cache_dir, kept), f"rows-{key}.arrow", write)))
+    path = cached_file(cache_folder(cache_dir, kept), f"rows-{key}.arrow", write)
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, and it is made again") from error
 
 
 def _tokenizer_key(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
@@ -141,5 +159,8 @@ def cached_json(
     def write(path: Path) -> None:
         path.write_text(json.dumps(make()), encoding="utf-8")
 
-    name = f"vocabulary-{key_of(fingerprint, *settings)}.json"
-    return json.loads(cached_file(cache_folder(cache_dir), name, write).read_text(encoding="utf-8"))
+    path = cached_file(cache_folder(cache_dir), f"vocabulary-{key_of(fingerprint, *settings)}.json", write)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, and it is made again") from error

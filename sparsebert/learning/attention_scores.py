@@ -22,7 +22,8 @@ class AttentionScores:
         self._hooks: list[Any] = []
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Make a model return its attention probabilities, and collect them in every training batch."""
+        """Make a model return its attention probabilities in training, and collect them until [`unwatch`]."""
+        self.unwatch(model)
         sparse_attention = sparse_attention_of(model)
         sparse_attention.weights_wanted = True
         modules, length = _attention_modules(model, sparse_attention), sparse_attention.config.mask_length
@@ -33,12 +34,11 @@ class AttentionScores:
         ]
 
     def unwatch(self, model: PreTrainedModel) -> None:
-        """Stop collecting, and forget what was collected."""
+        """Stop collecting."""
         sparse_attention_of(model).weights_wanted = False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.clear()
 
     def clear(self) -> None:
         """Begin to count anew, after a pruning step."""
@@ -54,7 +54,7 @@ class AttentionScores:
         num_layers, _, length, _ = shape
 
         def collect(module, args, kwargs, output):
-            if not module.training or output[1] is None:  # left by a training that was interrupted
+            if not module.training or output[1] is None:  # left by a step that was interrupted
                 return
             weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
             size = weights.shape[-1]

@@ -114,7 +114,7 @@ class ProgressivePruning(TrainerCallback):
         check_choice("pruning: scope", scope, SCOPES)
         self.final_sparsity, self.start, self.end = final_sparsity, start, end
         self.schedule, self.score, self.scope, self.every = schedule, score, scope, every
-        self._ready = False
+        self._pruned: Any = None  # the SparseAttention that this training prunes
         self._attention = AttentionScores()
 
     @classmethod
@@ -175,12 +175,10 @@ class ProgressivePruning(TrainerCallback):
             )
 
     def _begin(self, model):
-        sparse_attention = sparse_attention_of(model)
-        self._ready = True
-        if sparse_attention.searching:
-            sparse_attention.start_pruning()
-        else:
-            self._attention.watch(model)
+        self._pruned = sparse_attention_of(model)
+        self._attention.clear()
+        if self._pruned.searching:
+            self._pruned.start_pruning()
 
     def on_init_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
@@ -192,13 +190,13 @@ class ProgressivePruning(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.max_steps < 2:
             raise ValueError(f"pruning: training must have at least 2 steps, got max_steps {state.max_steps}")
-        if not self._ready:
+        if self._pruned is not sparse_attention_of(model):
             self.on_init_end(args, state, control, model)
             self._begin(model)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._attention.unwatch(model)
-        self._ready = False
+        self._pruned = None
 
     def on_step_begin(
         self, args: Any, state: TrainerState, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -216,9 +214,13 @@ class ProgressivePruning(TrainerCallback):
                 learned = sparse_attention.learned
                 learned.prune(score_of(learned), due, self.scope)
         if step == last:
-            if self.score == "attention":
-                self._attention.unwatch(model)
             self._freeze(sparse_attention, optimizer, Path(str(args.output_dir)))
+        elif self.score == "attention":
+            self._attention.watch(model)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+        # In every step anew: a training that is interrupted leaves nothing on the model.
+        self._attention.unwatch(model)
 
     def _bounds(self, max_steps):
         """
@@ -282,13 +284,13 @@ class ProgressivePruning(TrainerCallback):
         """Continue from a checkpoint that passed [`check_checkpoint`], before its weights are read."""
         sparse_attention = sparse_attention_of(model)
         with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
-            self._attention.sums = {name: file.get_tensor(name) for name in file.keys()}
+            sums = {name: file.get_tensor(name) for name in file.keys()}
             frozen = json.loads(file.metadata()["frozen"])
         if frozen or self.score == "attention":
             sparse_attention.set_mask(SparseMask.from_pretrained(checkpoint), search=sparse_attention.config.search)
         if not frozen:
             self._begin(model)
-        self._ready = True
+        self._pruned, self._attention.sums = sparse_attention, sums
 
 
 def _mode(sparse_attention: Any) -> str:

@@ -84,6 +84,10 @@ class SearchSchedule(TrainerCallback):
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
         self._position = position
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget an earlier search."""
         self._refused = False
         self.probs: torch.Tensor | None = None
         self.log_odds: torch.Tensor | None = None
@@ -111,6 +115,8 @@ class SearchSchedule(TrainerCallback):
                 f"{checkpoint} has a frozen mask, and the model that resumes from it is searching: make it with "
                 f"sparsebert.load({str(checkpoint)!r}), or use SparseBertTrainer"
             )
+        if sparse_attention is not None and sparse_attention.searching:
+            self._forget()
         if sparse_attention is not None:
             check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 

@@ -161,6 +161,10 @@ class SparseMask:
         vars(self)["handle"] = str(next(self._handles))
         self.instances[self.handle] = self
 
+    # Without what is cached, so that equal masks have equal pickles: datasets.map knows a function by its pickle.
+    def __getstate__(self):
+        return {name: vars(self)[name] for name in ("keep", *_FIELDS, "metadata")}
+
     def __setstate__(self, state):
         self.__dict__.update(state)
         self._register()

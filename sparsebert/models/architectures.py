@@ -44,12 +44,15 @@ def check_architecture(model_type: str) -> None:
         )
 
 
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The self-attention modules of a model of one of the `ARCHITECTURES`, in the order of their layers."""
-    name = ARCHITECTURES[model.config.model_type]
-    return [
-        module for module in model.base_model.modules() if any(base.__name__ == name for base in type(module).__mro__)
-    ]
+def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """
+    The self-attention modules of a model of one of the `ARCHITECTURES` by their names in its base model, in the order
+    of their layers.
+    """
+    name, modules = ARCHITECTURES[model.config.model_type], model.base_model.named_modules()
+    return {
+        place: module for place, module in modules if any(base.__name__ == name for base in type(module).__mro__)
+    }
 
 
 def carrier_of(model: PreTrainedModel) -> Carrier:
@@ -70,8 +73,14 @@ def carrier_of(model: PreTrainedModel) -> Carrier:
         revision=getattr(config, "_commit_hash", None),
         window=window,
         local_layers=local_layers,
-        one_layer=len(attention_modules(model)) < config.num_hidden_layers,
+        one_layer=shares_weights(config),
     )
+
+
+def shares_weights(config: PreTrainedConfig) -> bool:
+    """Whether several layers have the same weights, as in ALBERT, so that an attention module is not one layer's."""
+    groups = getattr(config, "num_hidden_groups", config.num_hidden_layers)
+    return groups != config.num_hidden_layers or getattr(config, "inner_group_num", 1) > 1
 
 
 def describe(model: PreTrainedModel, **fields: Any) -> MaskDescription:

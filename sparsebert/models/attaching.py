@@ -23,7 +23,8 @@ from ..masks.mask_files import MaskFileError, weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
-from .architectures import attention_modules, carrier_of, check_architecture, describe
+from .architectures import attention_modules, carrier_of, describe
+from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .model_configs import AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
 from .saving import AttachedModel
@@ -37,6 +38,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def make_sparse_attention(model: PreTrainedModel, mask: SparseMask | None = None, **fields: Any) -> SparseAttention:
     """The [`SparseAttention`] of a stock model, not attached yet: a given mask, or what the fields describe."""
+    check_layers(model)
     return SparseAttention(describe(model, **fields), mask, carrier_of(model))
 
 
@@ -47,7 +49,9 @@ def attach_module(model: PreTrainedModel, sparse_attention: SparseAttention) -> 
     """
     base = model.base_model
     base.sparse_attention = sparse_attention
-    for index, module in enumerate(attention_modules(model)):
+    modules = attention_modules(model)
+    sparse_attention.places, sparse_attention.lists = tuple(modules), lists_of_layers(base)
+    for index, module in enumerate(modules.values()):
         # Not through Module.__setattr__, which would register it again under every layer.
         vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
     if base is not model:
@@ -155,7 +159,6 @@ def attach(
         raise ValueError(
             f"{type(inner).__name__} applies a mask by the code that is saved with it: load it with sparsebert.load"
         )
-    check_architecture(inner.config.model_type)
     attn_implementation = sparse_name(attn_implementation)
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
         raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
@@ -210,12 +213,17 @@ def attach_saved(
 
 
 def _own_configs(model: PreTrainedModel) -> None:
-    """Give a model copies of its configurations, of which other models may have been made too."""
+    """
+    Give a model copies of its configurations, of which other models may have been made too. Base model and attention
+    modules share one: layers that were copied, and the parts of a composite model, have had their own.
+    """
     copies: dict[int, Any] = {}
     for module in model.modules():
         attributes = vars(module)
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             attributes["config"] = copy.deepcopy(config, copies)
+    for module in (model.base_model, *attention_modules(model).values()):
+        vars(module)["config"] = model.config
 
 
 def attach_class(model: PreTrainedModel, attn_implementation: str) -> None:
@@ -254,8 +262,9 @@ def detach(model: Model) -> Model:
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: {hint}")
     attached: Any = inner
     attributes = vars(attached)
-    for module in attention_modules(attached):
-        del vars(module)["sparse_attention"], vars(module)["mask_layer"]
+    for module in attention_modules(attached).values():
+        for name in ("sparse_attention", "mask_layer"):
+            vars(module).pop(name, None)  # a layer that was added since has none
     base = attached.base_model
     del base.sparse_attention
     for part in {base, attached}:

@@ -21,6 +21,7 @@ from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape
+from .coverage import check_reached
 from .model_configs import Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
@@ -85,13 +86,13 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(self, cls):  # accelerate still calls the forward of a model that was detached since
             return type(self).forward(self, *args, **kwargs)
         # If several of these classes derive from each other, only the class of the model itself does its part.
-        outermost, restore = type(self) is cls, None
+        outermost, finish = type(self) is cls, None
         if outermost and "sparse_attention" in self._modules:
-            args, kwargs, restore = _with_mask_inputs(self, names, args, kwargs)
+            args, kwargs, finish = _with_mask_inputs(self, names, args, kwargs)
         elif outermost:
             check_head(self, dict(zip(names, args, strict=False)) | kwargs)
         output = super(cls, self).forward(*args, **kwargs) if own is None else own(self, *args, **kwargs)
-        output = output if restore is None else restore(output)
+        output = output if finish is None else finish(output)
         return _with_sparsity_loss(self, output) if outermost else output
 
     masked: Any = update_wrapper(forward, stock)
@@ -104,7 +105,7 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _with_mask_inputs(model, names, args, kwargs):
     """
     The arguments of a base model with the [`MaskInputs`] that its attention layers need, and a function of its output
-    or `None`.
+    or `None`, which also checks whether they all ran with them.
     """
     sparse_attention = model.sparse_attention
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -165,15 +166,31 @@ def _with_mask_inputs(model, names, args, kwargs):
         padding,
         dropout=sparse_attention.carrier.dropout if model.training else 0.0,
         device=device,
-        dtype=autocast_dtype(device.type, next(model.parameters()).dtype),
+        dtype=autocast_dtype(device.type, _dtype(model)),
         needs=needs,
         documents=documents,
     )
+
+    def finish(output):
+        if not (exported or torch.compiler.is_compiling()):
+            check_reached(model, mask_inputs.reached)
+        return output if restore is None else restore(output)
+
     if sparse_attention.carrier.window is None:
-        return args, kwargs | {"mask_inputs": mask_inputs}, restore
+        return args, kwargs | {"mask_inputs": mask_inputs}, finish
     # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
     masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
-    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}, restore
+    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}, finish
+
+
+def _dtype(model):
+    """The dtype of the weights, also of a replica of DataParallel, which has no parameters."""
+    for module in model.modules():
+        for weights in (module._parameters, vars(module).get("_former_parameters", {})):
+            for weight in weights.values():
+                if weight is not None:
+                    return weight.dtype
+    return torch.get_default_dtype()
 
 
 def _with_sparsity_loss(model, output):

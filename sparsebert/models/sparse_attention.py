@@ -63,7 +63,9 @@ class SparseAttention(Float32Module):
         probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
         head_size (`int`): Size of a head.
         num_layers (`int`): Number of layers with attention.
-        weights_wanted (`bool`): Whether every forward runs on a backend that returns attention probabilities.
+        weights_wanted (`bool`): Whether training runs on a backend that returns attention probabilities.
+        places (`tuple` of `str`): Names of the attention modules in the base model, once it is attached.
+        lists (`dict`): Lengths of the lists of layers in the base model by name, likewise.
     """
 
     mask_logits: nn.Parameter | None
@@ -89,6 +91,8 @@ class SparseAttention(Float32Module):
         self.progress = torch.tensor(float(done), dtype=torch.float32, device="cpu")
         self._mask: SparseMask | None = None
         self._scheduled = self.weights_wanted = False
+        self.places: tuple[str, ...] = ()
+        self.lists: dict[str, int] = {}
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:
@@ -346,7 +350,7 @@ class SparseAttention(Float32Module):
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""
         wanted = set(needs)
-        if self.weights_wanted:
+        if self.weights_wanted and self.training:
             wanted.add("weights")
         if self.search is None:
             return wanted

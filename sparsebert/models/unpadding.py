@@ -46,7 +46,7 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
     if not labels and not any(name.endswith(HEADS_OF_ROWS) for name in names):
         return
     flat = {
-        name: value.flatten(0, -2) if name == "position_ids" or value.dim() == 3 else value
+        name: value.reshape(-1, value.shape[-1]) if name == "position_ids" or value.dim() == 3 else value
         for name, value in given.items()
         if name in ("position_ids", "attention_mask") and value is not None
     }

@@ -108,7 +108,7 @@ def pooled(model, rows, keep=None, separator=None):
     keeps, bool `(1 or L, H, n, n)`, and the rows and columns of the token `separator`.
     """
     means = []
-    modules = attention_modules(model)
+    modules = list(attention_modules(model).values())
     for ids in rows.split(BATCH):
         special = torch.zeros_like(ids, dtype=torch.bool) if separator is None else ids == separator
         special = special[:, None, None, :] | special[:, None, :, None]

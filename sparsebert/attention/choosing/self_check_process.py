@@ -37,7 +37,7 @@ spec.loader.exec_module(sys.modules[name])
 importlib.import_module(module).main(sys.argv[2])
 """
 # Signals by which others stop a process, which says nothing about a kernel.
-_STOPPED = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_STOPPED = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"}  # not all of which Windows has
 _LOCK = threading.RLock()  # replicas of DataParallel ask at the same time
 _KNOWN: dict[tuple[str, Setting], Outcome] = {}
 
@@ -137,15 +137,18 @@ def _ending(process, patience):
     if code >= 0:
         return f"it ended with exit code {code}", True
     with suppress(ValueError):
-        number = signal.Signals(-code)
-        return f"it was ended by {number.name}", number not in _STOPPED
+        name = signal.Signals(-code).name
+        return f"it was ended by {name}", name not in _STOPPED
     return f"it was ended by signal {-code}", True
 
 
 def _stop(process):
     """End a process and all that it started."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         pipe.close()

@@ -202,21 +202,32 @@ def find_level() -> str:
 
 
 def load_library(level: str) -> ctypes.CDLL:
-    """The compiled operator for one of `LEVELS`: as it was installed, or else compiled on this machine, once."""
+    """
+    The compiled operator for one of `LEVELS`: as it was installed, or else compiled on this machine, once. One that
+    another user may have written is compiled again.
+    """
     path = FOLDER / library_name(level)
-    if not path.is_file():
-        from torch.utils import cpp_extension
+    if path.is_file():
+        return ctypes.CDLL(str(path))
+    from torch.utils import cpp_extension
 
-        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-        path = root / path.name
-    if not path.is_file():
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    path = root / path.name
+    if not (path.is_file() and _is_only_ours(path)):
         logger.warning_once("sparse_cpu compiles its operator, as none was installed (once; this takes some seconds).")
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
             target = Path(folder) / path.name
             compile_library(level, target)
+            target.chmod(0o755)
             os.replace(target, path)
     return ctypes.CDLL(str(path))
+
+
+def _is_only_ours(path):
+    """Whether no user but this one and root may have written a file."""
+    status = path.stat()
+    return not hasattr(os, "geteuid") or (status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022)
 
 
 @functools.cache

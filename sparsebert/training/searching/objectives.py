@@ -103,14 +103,14 @@ def _pooled_loss(ours, theirs):
 
 def _attention_outputs(model, batch):
     outputs: list = []
-    with recorded(attention_modules(model), outputs):
+    with recorded(list(attention_modules(model).values()), outputs):
         model.base_model(**inputs_of(batch))
     return [output[0] for output in outputs]
 
 
 def _projections(model):
     """Query, key and value projection of the last layer, or `None` if they are not modules of their own."""
-    module = attention_modules(model)[-1]
+    module = list(attention_modules(model).values())[-1]
     for names in _PROJECTIONS:
         found = [getattr(module, name, None) for name in names]
         if all(isinstance(projection, torch.nn.Linear) for projection in found):

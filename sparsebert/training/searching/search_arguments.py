@@ -26,7 +26,7 @@ from ...learning.mask_description import MASK_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
 from ...masks.matched import VARIED, matched_pattern
 from ...masks.patterns import PATTERNS, build_pattern
-from ...models.architectures import attention_modules, check_architecture, num_positions
+from ...models.architectures import check_architecture, num_positions, shares_weights
 from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, model_class_of
@@ -237,7 +237,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     _check_mask(options, fields, given)
     config = _check_model(options)
     model = _model_without_weights(config)
-    if len(attention_modules(model)) < config.num_hidden_layers:
+    if shares_weights(config):
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
     # Rejects wrong fields, such as a target out of reach.
     attach_mask(model, options, fields, given_mask(options, fields, config))
