@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from .backends import run_backend
-from .choosing.choice import ATTENTION_NAMES
+from .choosing.choice import ATTENTION_NAMES, SAVED_NAME
 from .mask_inputs import MaskInputs, check_arguments
 
 
@@ -117,13 +117,13 @@ def register_names() -> None:
     """Enter our names in both tables. One that is missing in that of masks would make transformers drop padding."""
     if ATTENTION_NAMES[-1] in AttentionMaskInterface._global_mapping:
         return
-    for name in ATTENTION_NAMES:
+    for name in (*ATTENTION_NAMES, SAVED_NAME):
         AttentionInterface.register(name, sparse_attention_forward)
         AttentionMaskInterface.register(name, sparse_attention_mask)
 
 
 def unregister_names() -> None:
     """Remove our names from both tables, for which transformers has no function."""
-    for name in ATTENTION_NAMES:
+    for name in (*ATTENTION_NAMES, SAVED_NAME):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

@@ -230,6 +230,16 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
     return keep, fields | {"metadata": config}, sparsity
 
 
+def is_of_another_tool(path: Path) -> bool:
+    """Whether a file with one of our names describes neither a mask nor a search: it is JSON with none of our fields."""
+    try:
+        content = json.loads(_read(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False  # damaged
+    ours = ("search",) if path.name == SEARCH_CONFIG_NAME else (*_DESCRIPTION, *_WRITTEN)
+    return not isinstance(content, dict) or not content.keys() & set(ours)
+
+
 def check_undamaged(folder: Path, field: str = "") -> None:
     """
     Check weights, configuration and mask of a model in a folder, if there is one, without reading the weights. `field`

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from ..hub import check_available
-from .mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from .mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME, MaskFileError, is_of_another_tool
 
+
+logger = logging.get_logger(__name__)
 
 # Arguments of `from_pretrained` that select a file on the Hub.
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
@@ -105,8 +107,9 @@ class Descriptions(NamedTuple):
 
 def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descriptions:
     """
-    Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
-    found: whether that matters is left to the download of the weights.
+    Find the description of a mask or search in a folder or Hub repository. A file of another tool is passed over, with
+    a warning. Where the Hub does not answer, none is found: whether that matters is left to the download of the
+    weights.
     """
     for name in (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME):
         path = cached_file(
@@ -117,7 +120,8 @@ def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descri
             _raise_exceptions_for_gated_repo=False,
             **hub_arguments,
         )
-        if path is not None:
-            found = Path(path)
+        if path is not None and is_of_another_tool(found := Path(path)):
+            logger.warning_once(f"{source}: its {name} is a file of another tool, not the description of a mask.")
+        elif path is not None:
             return Descriptions(found, None) if name == MASK_CONFIG_NAME else Descriptions(None, found)
     return Descriptions(None, None)

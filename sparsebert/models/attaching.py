@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choosing.choice import sparse_name
+from ..attention.choosing.choice import SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import explained
@@ -228,7 +228,8 @@ def _own_configs(model: PreTrainedModel) -> None:
 
 def attach_class(model: PreTrainedModel, attn_implementation: str) -> None:
     """Give a model with an attached module the class of an attached model, and its attention implementation."""
-    vars(model)["_stock_attention"] = model.config._attn_implementation
+    stock = model.config._attn_implementation
+    vars(model)["_stock_attention"] = None if stock == SAVED_NAME else stock
     configs: Any = (model.config, model.base_model.config)
     for config in configs:
         if not isinstance(config, MaskedConfigMixin):

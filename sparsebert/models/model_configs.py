@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..attention.backends import check_returns_attentions
-from ..attention.choosing.choice import sparse_name
+from ..attention.choosing.choice import SAVED_NAME, sparse_name
 from ..files import replace_files
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 
@@ -43,6 +43,7 @@ AUTO_CLASSES = {
 # Fields of the file of a configuration. In memory it has none of them: with this package no code of a folder is run.
 NOTE_FIELD = "how_to_load"
 AUTO_MAP_FIELD = "auto_map"
+ATTENTION_FIELD = "attn_implementation"
 _WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
 
 
@@ -147,22 +148,24 @@ class AttachedConfig(Derived, MaskedConfigMixin):
 def saved_fields(model_type: str) -> dict[str, Any]:
     """What is saved with the configuration of a model with a mask. Types other than BERT have no code, only a note."""
     note = f"This model has a sparse attention mask, in files of its own: {_WITH_PACKAGE}"
+    fields = {ATTENTION_FIELD: SAVED_NAME}
     if model_type not in ("bert", "sparsebert"):
-        return {NOTE_FIELD: f"{note}. Without it transformers loads the model without the mask."}
+        return fields | {NOTE_FIELD: f"{note}. Without it transformers refuses to load the model."}
     prefix = "Sparse" if model_type == "sparsebert" else ""
     auto_map = {auto: f"{CODE_PATH.stem}.{prefix}Bert{suffix}" for auto, suffix in AUTO_CLASSES.items()}
     if prefix:
         auto_map["AutoConfig"] = f"{CODE_PATH.stem}.SparseBertConfig"
     note += ". Once the mask is frozen, also an Auto class of transformers with trust_remote_code=True, but slower"
-    if not prefix:
-        note += "; without that transformers loads the model without the mask"
-    return {NOTE_FIELD: f"{note}.", AUTO_MAP_FIELD: auto_map}
+    return fields | {NOTE_FIELD: f"{note}.", AUTO_MAP_FIELD: auto_map}
 
 
 def forget_saved_fields(config: Any) -> None:
     """Leave out of a configuration in memory the [`saved_fields`]. What `auto_map` says about other code stays."""
     attributes = vars(config)
-    attributes.pop(NOTE_FIELD, None)
+    for name in (NOTE_FIELD, ATTENTION_FIELD):
+        attributes.pop(name, None)
+    if attributes.get("_attn_implementation_internal") == SAVED_NAME:
+        attributes["_attn_implementation_internal"] = None
     auto_map = attributes.pop(AUTO_MAP_FIELD, None)
     if isinstance(auto_map, dict):
         # A reference is "module.Class" or "user/repository--module.Class".

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import hub, logging
 
-from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name
+from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of
 from ..learning.mask_description import MASK_FIELDS, read_search
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
@@ -70,7 +70,7 @@ def _plain_config(config, attn_implementation):
         attn_implementation = attn_implementation or config._attn_implementation
         if isinstance(config, Derived):
             config.__class__ = config.stock_class
-        if config._attn_implementation in ATTENTION_NAMES:
+        if config._attn_implementation in (*ATTENTION_NAMES, SAVED_NAME):
             config._attn_implementation = None  # what `detach` goes back to
     return config, attn_implementation
 
@@ -107,6 +107,7 @@ def from_pretrained_with_mask(
         if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD):
             warn_of_missing_mask(source, "the model was loaded without a mask")
             forget_saved_fields(model.config)
+            model.set_attn_implementation(model.config._attn_implementation)
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
@@ -115,8 +116,8 @@ def from_pretrained_with_mask(
     attn_implementation = sparse_name(attn_implementation)
     if config is not None:
         kwargs["config"] = config
-    if given is not None and given not in ATTENTION_NAMES:
-        kwargs["attn_implementation"] = given
+    if config is None or given not in (None, *ATTENTION_NAMES):
+        kwargs["attn_implementation"] = None if given in ATTENTION_NAMES else given
     if found.mask is None:
         model, info = _load_searching(read, cls, source, found.search, args, kwargs, attn_implementation, fields)
         return (model, info) if kwargs.get("output_loading_info") else model

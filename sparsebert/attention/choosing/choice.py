@@ -214,6 +214,9 @@ def _times(names, mask, request):
 # The names that choose a backend for each request.
 CHOICES: dict[str, Callable[..., tuple[str, str]]] = {"sparse_auto": automatic, "sparse_measure": by_measurement}
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
+# The attention implementation in the configuration file of a model with a mask. Without this package transformers
+# refuses it, and says this, where it would otherwise load the model without the mask.
+SAVED_NAME = "sparse_auto (pip install sparsebert)"
 # What the names of transformers mean on a model that carries a mask.
 TWINS = {"eager": "sparse_eager", "sdpa": "sparse_sdpa", "flex_attention": "sparse_flex"}
 # Choices that have been logged, with their reasons but for the numbers in them.
@@ -225,7 +228,7 @@ def sparse_name(name: str | None) -> str:
     The name in `ATTENTION_NAMES` that an attention implementation means on a model that carries a mask: for a name of
     transformers its twin in `TWINS`, which is said once, and `sparse_auto` for `None`.
     """
-    if name is None:
+    if name in (None, SAVED_NAME):
         return "sparse_auto"
     if name in ATTENTION_NAMES:
         return name

@@ -27,6 +27,8 @@ HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "cre
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 REMOVED = -1e9
+# In the configuration file. It keeps the stock classes of transformers from loading the model without its mask.
+ATTENTION = "sparse_auto (pip install sparsebert)"
 
 
 class SparseBertConfig(transformers.BertConfig):
@@ -123,6 +125,9 @@ class FrozenMask:
         if searched or mixers or getattr(config, "probability_map", "softmax") != "softmax":
             reason = "its mask is still being searched" if searched else "it has token mixers or a probability map"
             raise ValueError(f"this model needs sparsebert (pip install sparsebert), since {reason}")
+        config.attn_implementation = ATTENTION
+        if config._attn_implementation == ATTENTION:
+            config._attn_implementation = None
         super().__init__(config, *args, **kwargs)
         base = self.base_model
         if base is not self:
