@@ -367,7 +367,7 @@ def finetuning_flags(checkpoints, glue_folder):
 def finished(pretraining_flags, finetuning_flags, tmp_path_factory):
     """`finished(verb, folder)`: the folder, with a finished search of `pretrain` or a run of `finetune` in it."""
 
-    @cache
+    @functools.cache
     def run(verb):
         folder = tmp_path_factory.mktemp("finished") / "run"
         words = pretraining_flags(folder, *SEARCH) if verb == "pretrain" else finetuning_flags(folder)

@@ -14,8 +14,8 @@ import re
 import sys
 import sysconfig
 import tempfile
-import zlib
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

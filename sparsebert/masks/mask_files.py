@@ -231,7 +231,7 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
 
 
 def is_of_another_tool(path: Path) -> bool:
-    """Whether a file with one of our names describes neither a mask nor a search: it is JSON with none of our fields."""
+    """Whether a file with one of our names describes neither a mask nor a search: JSON with none of our fields."""
     try:
         content = json.loads(_read(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):

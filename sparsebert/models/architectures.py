@@ -50,9 +50,7 @@ def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     of their layers.
     """
     name, modules = ARCHITECTURES[model.config.model_type], model.base_model.named_modules()
-    return {
-        place: module for place, module in modules if any(base.__name__ == name for base in type(module).__mro__)
-    }
+    return {place: module for place, module in modules if any(base.__name__ == name for base in type(module).__mro__)}
 
 
 def carrier_of(model: PreTrainedModel) -> Carrier:
