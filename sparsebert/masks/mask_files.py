@@ -30,6 +30,8 @@ MASK_WEIGHTS_NAME = "mask.safetensors"
 MASK_PROBS_NAME = "mask_probs.safetensors"
 # What is searched, beside a stock model that carries the logits.
 SEARCH_CONFIG_NAME = "search_config.json"
+# A field of the configuration file of every model that is saved with a mask.
+NOTE_FIELD = "how_to_load"
 # The logits of a search beside an adapter, whose weights do not have them.
 MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
@@ -231,7 +233,13 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
 
 
 def is_of_another_tool(path: Path) -> bool:
-    """Whether a file with one of our names describes neither a mask nor a search: JSON with none of our fields."""
+    """
+    Whether a file with one of our names describes neither a mask nor a search: JSON with none of our fields, beside a
+    model that was not saved with a mask.
+    """
+    config = path.with_name("config.json")
+    if config.is_file() and NOTE_FIELD in config.read_text(encoding="utf-8", errors="replace"):
+        return False
     try:
         content = json.loads(_read(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):

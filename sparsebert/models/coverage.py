@@ -116,7 +116,7 @@ def _applies_mask(module: Any) -> bool:
     """Whether an attention module runs under the mask whenever it runs."""
     if not isinstance(module, nn.Module):
         return False
-    attributes = vars(module)
+    attributes, config = vars(module), getattr(module, "config", None)
     forward = attributes.get("forward")
     # Accelerate and torch.compile replace the forward of a module by one that calls it.
     replaced = forward is not None and "_old_forward" not in attributes
@@ -124,5 +124,5 @@ def _applies_mask(module: Any) -> bool:
         "mask_layer" in attributes
         and (not replaced or hasattr(forward, "_torchdynamo_orig_callable"))
         and type(module).forward.__module__.startswith("transformers.models.")
-        and module.config._attn_implementation in ATTENTION_NAMES
+        and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
     )

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..attention.backends import check_returns_attentions
 from ..attention.choosing.choice import SAVED_NAME, sparse_name
 from ..files import replace_files
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
 
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ AUTO_CLASSES = {
     "AutoModelForMultipleChoice": "ForMultipleChoice",
 }
 # Fields of the file of a configuration. In memory it has none of them: with this package no code of a folder is run.
-NOTE_FIELD = "how_to_load"
 AUTO_MAP_FIELD = "auto_map"
 ATTENTION_FIELD = "attn_implementation"
 _WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
@@ -86,6 +85,8 @@ class MaskedConfigMixin(_ConfigBase):
         code for environments without this package, which is written beside it.
         """
         saved = saved_fields(type(self).model_type)
+        if self.output_attentions:
+            del saved[ATTENTION_FIELD]  # with which transformers would not even read the configuration
         if AUTO_MAP_FIELD in saved:
             # Code of the user's that transformers saves for a class derived from ours comes first.
             saved[AUTO_MAP_FIELD] |= getattr(self, AUTO_MAP_FIELD, None) or {}

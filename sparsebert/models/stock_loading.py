@@ -12,13 +12,13 @@ from transformers.utils import hub, logging
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of
 from ..learning.mask_description import MASK_FIELDS, read_search
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES
 from .attaching import attach_class, attach_module, attach_saved, make_sparse_attention, warn_of_changed_weights
 from .bert.configuration_sparsebert import SparseBertConfig
-from .model_configs import NOTE_FIELD, Derived, forget_saved_fields, warn_of_missing_mask
+from .model_configs import Derived, forget_saved_fields, warn_of_missing_mask
 
 
 logger = logging.get_logger(__name__)

@@ -331,7 +331,8 @@ def test_frozen_model_saves_stock_files_and_loads(assert_same_model, name, model
     code = {"modeling_frozen_sparsebert.py"} if name == "bert" else set()
     assert files[1].keys() - files[0].keys() == {"mask_config.json", "mask.safetensors", "README.md"} | code
     config, saved = (json.loads(each["config.json"].read_text()) for each in files)
-    assert "sparsebert.load" in saved.pop("how_to_load") and bool(saved.pop("auto_map", None)) == bool(code)
+    assert "sparsebert.load" in saved.pop("how_to_load") and "sparsebert" in saved.pop("attn_implementation")
+    assert bool(saved.pop("auto_map", None)) == bool(code)
     assert config == saved
     torch.testing.assert_close(*(load_file(f["model.safetensors"]) for f in files), atol=0.0, rtol=0.0)
 

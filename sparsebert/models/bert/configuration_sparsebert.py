@@ -21,9 +21,9 @@ from ...learning.mask_description import (
     read_search,
 )
 from ...learning.searches import SEARCHES
-from ...masks.mask_files import MaskFileError, read_description
+from ...masks.mask_files import NOTE_FIELD, MaskFileError, read_description
 from ...masks.mask_sources import find_descriptions, hub_arguments_in
-from ..model_configs import NOTE_FIELD, MaskedConfigMixin, forget_saved_fields, saved_with_code, warn_of_missing_mask
+from ..model_configs import MaskedConfigMixin, forget_saved_fields, saved_with_code, warn_of_missing_mask
 from .token_mixers import check_token_mixers
 
 
