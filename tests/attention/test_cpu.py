@@ -143,6 +143,9 @@ def test_compiled_at_first_use_where_none_was_installed(loaded, monkeypatch, tmp
     assert "compiles its operator" in caplog.text and list(path.parent.iterdir()) == [path]
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpu.load_library("default")
+    path.chmod(0o777)  # another user may have written it
+    with pytest.raises(compilation.CompilationError, match="no-such-compiler"):
+        cpu.load_library("default")
 
 
 def test_without_library_or_compiler_the_reason_is_named(loaded, monkeypatch, tmp_path):

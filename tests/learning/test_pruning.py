@@ -9,12 +9,13 @@ import torch
 from conftest import TINY
 from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.learning.attention_scores import AttentionScores
 from sparsebert.learning.learned_mask import expand_probs
 from sparsebert.learning.progressive_pruning import PRUNING_NAME, SCHEDULES, ProgressivePruning
+from sparsebert.learning.search_schedule import SearchSchedule
 from sparsebert.learning.selection import best_of_rows, prune
 from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
@@ -320,6 +321,43 @@ def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
     assert resumed.sparse_attention.mask == model.sparse_attention.mask
     for name, parameter in weights(resumed).items():
         torch.testing.assert_close(parameter, weights(model)[name], atol=1e-7, rtol=1e-6, msg=name)
+
+
+def plain_trainer(folder, model, *callbacks):
+    arguments = TrainingArguments(
+        folder, max_steps=4, report_to=[], use_cpu=True, save_strategy="no", learning_rate=0.0
+    )
+    return Trainer(model, arguments, train_dataset=rows(32), callbacks=list(callbacks))
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_leaves_nothing_on_the_model(tmp_path):
+    model = model_of("dense")
+    with pytest.raises(KeyboardInterrupt):
+        plain_trainer(tmp_path, model, ProgressivePruning(0.4, 0.0, 0.7, score="attention"), Interrupt()).train()
+    assert not model.sparse_attention.weights_wanted and not any(part._forward_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["schedule", "probs", "attention"])
+def test_a_callback_serves_a_second_training(kind, tmp_path):
+    """Also after one that was interrupted, or whose mask could not be frozen."""
+    callback = SearchSchedule(end=0.5) if kind == "schedule" else ProgressivePruning(0.4, 0.0, 0.7, score=kind)
+    first = model_of("dense" if kind == "attention" else "dam_u")
+    if kind == "schedule":
+        with torch.no_grad():
+            first.sparse_attention.mask_logits.fill_(-5)
+        plain_trainer(tmp_path, first, callback).train()
+        assert first.sparse_attention.searching
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            plain_trainer(tmp_path, first, callback, Interrupt()).train()
+    second = model_of("dense" if kind == "attention" else "dam_u")
+    plain_trainer(tmp_path, second, callback).train()
+    assert second.sparse_attention.mask.sparsity > 0.1 if kind != "schedule" else second.sparse_attention.mask
 
 
 def test_a_checkpoint_without_the_state_of_pruning_is_not_complete(finished, tmp_path):

@@ -258,6 +258,17 @@ def test_other_folders_load_as_before(tmp_path, monkeypatch):
     assert type(AutoModel.from_pretrained(tmp_path / "other")) is transformers.GPT2Model
 
 
+@pytest.mark.parametrize("name", ["mask_config.json", "search_config.json"])
+@pytest.mark.parametrize("content", [{"mask_prob": 0.15}, [], "x"], ids=["fields", "list", "text"])
+def test_a_file_of_another_tool_beside_a_stock_model(name, content, assert_same_model, tmp_path):
+    model = stock_model().eval()
+    model.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    loaded = BertForMaskedLM.from_pretrained(tmp_path)
+    assert type(loaded) is BertForMaskedLM
+    assert_same_model(loaded, model, input_ids=torch.arange(5, 5 + LENGTH)[None])
+
+
 def test_damaged_and_unfit_masks_are_refused(state, attached):
     _, folder = attached
     with pytest.raises(MaskFileError, match="4 heads" if state == "frozen" else "4 heads|mask_length"):
