@@ -327,7 +327,7 @@ def plain_trainer(folder, model, *callbacks):
     arguments = TrainingArguments(
         folder, max_steps=4, report_to=[], use_cpu=True, save_strategy="no", learning_rate=0.0
     )
-    return Trainer(model, arguments, train_dataset=rows(32), callbacks=list(callbacks))
+    return Trainer(model, TrainingArguments(folder, **fields), train_dataset=rows(32), callbacks=list(callbacks))
 
 
 class Interrupt(TrainerCallback):
@@ -487,11 +487,6 @@ def test_training_that_cannot_prune(search, settings, arguments, said, tmp_path)
     model.set_attn_implementation("sparse_sdpa")
     with pytest.raises(ValueError, match=said):
         train(tmp_path, model, settings, **arguments)
-
-
-class Interrupt(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        raise KeyboardInterrupt
 
 
 def test_a_model_can_be_pruned_again_after_an_interruption(tmp_path):
