@@ -324,9 +324,7 @@ def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
 
 
 def plain_trainer(folder, model, *callbacks):
-    arguments = TrainingArguments(
-        folder, max_steps=4, report_to=[], use_cpu=True, save_strategy="no", learning_rate=0.0
-    )
+    fields = {"max_steps": 4, "learning_rate": 0.0, "save_strategy": "no", "report_to": [], "use_cpu": True}
     return Trainer(model, TrainingArguments(folder, **fields), train_dataset=rows(32), callbacks=list(callbacks))
 
 
