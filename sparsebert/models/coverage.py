@@ -97,18 +97,22 @@ def check_reached(base: Any, reached: set[int]) -> None:
                 f"{name} of the {type(base).__name__} had {length} layers when its mask was attached, now "
                 f"{len(_find(base, name))}: {_AGAIN}"
             )
-    for place in sparse_attention.places:
+    for index, place in enumerate(sparse_attention.places):
         module = _find(base, place)
         if id(module) not in reached and not _applies_mask(module):
             raise RuntimeError(
                 f"{place} of the {type(base).__name__}, a {type(module).__name__}, ran without the mask: {_AGAIN}"
             )
+        if module.mask_layer != index:
+            other = sparse_attention.places[module.mask_layer]
+            raise RuntimeError(f"{place} of the {type(base).__name__} ran under the mask of {other}: {_AGAIN}")
 
 
 def _find(base: Any, name: str) -> Any:
     """The module with a name, or `()` if there is none, also inside of what wraps modules."""
     for part in name.split("."):
-        base = getattr(base, part, ())
+        found = vars(base).get("_modules", {}).get(part) if isinstance(base, nn.Module) else None
+        base = getattr(base, part, ()) if found is None else found  # the attribute takes longer
     return base
 
 

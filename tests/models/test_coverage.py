@@ -89,13 +89,26 @@ def _change_forward(model):
     attention.forward = lambda hidden_states, *args, **kwargs: (attention.value(hidden_states), None)
 
 
+def _copy_within(model):
+    model.encoder.layer[1] = copy.deepcopy(model.encoder.layer[0])
+
+
 def _change_class(model):
     attention = model.encoder.layer[1].attention.self
     forward = lambda self, hidden_states, *args, **kwargs: (self.value(hidden_states), None)  # noqa: E731
     attention.__class__ = type("BertSelfAttention", (type(attention),), {"forward": forward})
 
 
-CHANGES = [_replace, _copy_from_another, _copy_attention_of_another, _add, _remove, _change_forward, _change_class]
+CHANGES = [
+    _replace,
+    _copy_from_another,
+    _copy_attention_of_another,
+    _copy_within,
+    _add,
+    _remove,
+    _change_forward,
+    _change_class,
+]
 
 
 @pytest.mark.parametrize("mask", ["window", "dam_s"])
