@@ -5,6 +5,7 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from .backends import run_backend
+from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, SAVED_NAME
 from .mask_inputs import MaskInputs, check_arguments
 
@@ -70,11 +71,23 @@ def sparse_attention_forward(
         if not torch.compiler.is_compiling():
             mask_inputs.reached.add(id(module))
         layer: Any = module.mask_layer
-        mask_inputs = mask_inputs.for_layer(layer, attention_mask)
+        mask_inputs = _on_device(mask_inputs, query.device).for_layer(layer, attention_mask)
     if key.shape[1] != query.shape[1]:
         # Several query heads share a key head.
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
     return run_backend(query, key, value, mask_inputs, scaling, dropout)
+
+
+def _on_device(inputs, device):
+    """The inputs on the device of a layer, which differs in a model that is split: moved once per forward."""
+    if inputs.device == device:
+        return inputs
+    if device not in inputs.moved:
+        moved = inputs.on_device(device)
+        if moved.local is not None:
+            moved = replace(moved, local=_on_device(moved.local, device))
+        inputs.moved[device] = moved if moved.sparse_mask is None else prepared(moved)
+    return inputs.moved[device]
 
 
 def _with_causality(padding, num_queries, num_keys, device):

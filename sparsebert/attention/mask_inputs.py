@@ -4,8 +4,9 @@ What the attention layers read of the mask: prepared once per forward, before th
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class MaskInputs:
 
     Attributes:
         reached (`set` of `int`): The `id` of every attention module that ran with these inputs outside of a graph.
+        moved (`dict`): These inputs by the other devices that layers of the model are on.
     """
 
     backend: str
@@ -87,6 +89,7 @@ class MaskInputs:
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
     reached: set[int] = field(init=False, default_factory=set)
+    moved: dict[torch.device, "MaskInputs"] = field(init=False, default_factory=dict)
 
     @classmethod
     def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":
@@ -135,6 +138,17 @@ class MaskInputs:
             seeds=own(self.seeds),
         )
 
+    # Not `to`, which accelerate would call for every layer.
+    def on_device(self, device: torch.device) -> "MaskInputs":
+        """
+        The same on another device, but for what a backend reads of the frozen mask, which is to be prepared there, and
+        for `local`.
+        """
+        names = ["padding", "documents", "probability_map"]
+        if self.sparse_mask is None:
+            names += ["bias", "live", "gate", "learned", "first_token", "last_token"]
+        return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in names})
+
     def first(self) -> torch.Tensor | None:
         """
         Position of each sequence's first token, int32 `(B,)`, or `(1,)` when it is the same for all sequences. `None`
@@ -182,6 +196,23 @@ class MaskInputs:
             return length
         grown = 1 << (length - 1).bit_length()
         return min(grown, mask.length) if length <= mask.length else grown
+
+
+def _moved(value, device):
+    """A field of [`MaskInputs`] on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, functools.partial):
+        return functools.partial(value.func, **_moved_values(value.keywords, device))
+    if is_dataclass(value):
+        return replace(value, **_moved_values(vars(value), device))
+    return value
+
+
+def _moved_values(values, device):
+    return {name: _moved(value, device) for name, value in values.items()}
 
 
 def check_arguments(module: Any, given: Mapping[str, Any], *more: str) -> None:

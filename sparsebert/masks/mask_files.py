@@ -32,6 +32,8 @@ MASK_PROBS_NAME = "mask_probs.safetensors"
 SEARCH_CONFIG_NAME = "search_config.json"
 # A field of the configuration file of every model that is saved with a mask.
 NOTE_FIELD = "how_to_load"
+# Another one, of a model made of parts: the names of those that have a mask, each in a folder of its own.
+PARTS_FIELD = "parts_with_mask"
 # The logits of a search beside an adapter, whose weights do not have them.
 MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
@@ -246,6 +248,25 @@ def is_of_another_tool(path: Path) -> bool:
         return False  # damaged
     ours = ("search",) if path.name == SEARCH_CONFIG_NAME else (*_DESCRIPTION, *_WRITTEN)
     return not isinstance(content, dict) or not content.keys() & set(ours)
+
+
+def folder_of_part(name: str) -> str:
+    """The folder of the mask of a part, in that of the whole model."""
+    return f"mask-{name}"
+
+
+def are_parts(names: Any) -> bool:
+    """Whether what a configuration has as its parts are names, which become folders."""
+    return isinstance(names, list) and all(isinstance(name, str) and not {*"/\\:"} & {*name} for name in names)
+
+
+def parts_named_in(config_path: Path) -> list[str]:
+    """The parts with a mask that a configuration file names, `[]` if it is not that of a model made of parts."""
+    try:
+        names = json.loads(config_path.read_text(encoding="utf-8")).get(PARTS_FIELD)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return []
+    return names if are_parts(names) else []
 
 
 def check_undamaged(folder: Path, field: str = "") -> None:

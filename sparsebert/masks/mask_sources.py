@@ -17,6 +17,12 @@ logger = logging.get_logger(__name__)
 
 # Arguments of `from_pretrained` that select a file on the Hub.
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+# By which `cached_file` returns `None` where a file cannot be had.
+IF_THERE: dict[str, Any] = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+    "_raise_exceptions_for_gated_repo": False,
+}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -112,14 +118,7 @@ def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descri
     weights.
     """
     for name in (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME):
-        path = cached_file(
-            source,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-            **hub_arguments,
-        )
+        path = cached_file(source, name, **IF_THERE, **hub_arguments)
         if path is not None and is_of_another_tool(found := Path(path)):
             logger.warning_once(f"{source}: its {name} is a file of another tool, not the description of a mask.")
         elif path is not None:

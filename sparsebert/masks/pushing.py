@@ -19,6 +19,8 @@ from .mask_files import (
     MASK_STATE,
     MASK_WEIGHTS_NAME,
     check_undamaged,
+    folder_of_part,
+    parts_named_in,
     read_description,
     read_mask_files,
 )
@@ -103,6 +105,9 @@ def push_folder(
     if replaced is None and CONFIG_NAME in names and ours and METRICS_NAME in here:
         results = (*RESULT_FILES, *TASK_FILES)
         stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
+    if CONFIG_NAME in names and CONFIG_NAME in here and any(name.startswith(folder_of_part("")) for name in here):
+        parts = parts_named_in(Path(api.hf_hub_download(repo_id, place + CONFIG_NAME, revision=revision)))
+        stale |= {f"{folder_of_part(part)}/{name}" for part in parts for name in (*MASK_STATE, CARD_NAME)}
     stale = {place + name for name in stale - set(names)}
     operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
     if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):

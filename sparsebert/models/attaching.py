@@ -262,11 +262,11 @@ def detach(model: Model) -> Model:
             hint = "it was attached to a model with a head that contains this one, which is to be given"
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: {hint}")
     attached: Any = inner
-    attributes = vars(attached)
+    attributes, base = vars(attached), attached.base_model
     for module in attention_modules(attached).values():
+        vars(module)["config"] = base.config  # a model that this one was made a part of has given it another
         for name in ("sparse_attention", "mask_layer"):
             vars(module).pop(name, None)  # a layer that was added since has none
-    base = attached.base_model
     del base.sparse_attention
     for part in {base, attached}:
         _change_class(part, part.stock_class)

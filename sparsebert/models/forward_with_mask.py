@@ -202,7 +202,7 @@ def _with_sparsity_loss(model, output):
     if isinstance(output, tuple):
         # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
         if torch.is_tensor(output[0]) and output[0].dim() == 0:
-            return (output[0] + sparse_attention.sparsity_loss(), *output[1:])
+            return (output[0] + sparse_attention.sparsity_loss().to(output[0].device), *output[1:])
     elif output.get("loss") is not None:
-        output["loss"] = output["loss"] + sparse_attention.sparsity_loss()
+        output["loss"] = output["loss"] + sparse_attention.sparsity_loss().to(output["loss"].device)
     return output

@@ -11,7 +11,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..hub import check_available, check_path, read_config
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
+from ..masks.mask_files import MASK_CONFIG_NAME, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from . import stock_loading
 from .architectures import check_architecture
@@ -121,6 +121,10 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
                     f"model_class {model_class.__name__} would ignore the mask of {source}: use a SparseBert or Auto "
                     "class"
                 )
+        return model_class.from_pretrained(source, **kwargs)
+    if PARTS_FIELD in vars(config):
+        if not stock_loading.finds_masks:
+            raise ValueError(f"{source}: only sparsebert.plugin attaches masks of parts: call its enable() first")
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
     if find_descriptions(source, **hub_arguments) == (None, None):

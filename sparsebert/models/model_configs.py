@@ -43,7 +43,7 @@ AUTO_CLASSES = {
 # Fields of the file of a configuration. In memory it has none of them: with this package no code of a folder is run.
 AUTO_MAP_FIELD = "auto_map"
 ATTENTION_FIELD = "attn_implementation"
-_WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
+WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
 
 
 class Derived:
@@ -148,7 +148,7 @@ class AttachedConfig(Derived, MaskedConfigMixin):
 
 def saved_fields(model_type: str) -> dict[str, Any]:
     """What is saved with the configuration of a model with a mask. Types other than BERT have no code, only a note."""
-    note = f"This model has a sparse attention mask, in files of its own: {_WITH_PACKAGE}"
+    note = f"This model has a sparse attention mask, in files of its own: {WITH_PACKAGE}"
     fields = {ATTENTION_FIELD: SAVED_NAME}
     if model_type not in ("bert", "sparsebert"):
         return fields | {NOTE_FIELD: f"{note}. Without it transformers refuses to load the model."}

@@ -97,9 +97,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             ValueError: If layers were removed from the model, but not from its mask.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
-        self._check_layers()
-        self.sparse_attention.record_progress()
-        self._describe_mask()
+        self.prepare_saving()
         if is_main_process:
             # Before anything is written: what an interrupted save leaves must not pass for a model.
             for name in self._contradicting_files():
@@ -116,6 +114,12 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def prepare_saving(self) -> None:
+        """Check whether the model can be loaded from what is saved, and have its configuration describe the mask."""
+        self._check_layers()
+        self.sparse_attention.record_progress()
+        self._describe_mask()
 
     def _describe_mask(self):
         """Have the configuration describe the mask, which another head that shares the encoder may have changed."""

@@ -12,7 +12,7 @@ from transformers.utils import hub, logging
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of
 from ..learning.mask_description import MASK_FIELDS, read_search
-from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES
@@ -104,7 +104,8 @@ def from_pretrained_with_mask(
         loaded = read(cls, source, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _attach_of_base(model, source)
-        if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD):
+        of_parts = PARTS_FIELD in vars(model.config)
+        if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD) and not of_parts:
             warn_of_missing_mask(source, "the model was loaded without a mask")
             forget_saved_fields(model.config)
             model.set_attn_implementation(model.config._attn_implementation)

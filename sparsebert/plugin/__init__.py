@@ -34,7 +34,7 @@ def enable() -> None:
     `SPARSEBERT_PLUGIN` is `0`; a second call changes nothing.
 
     - `from_pretrained` of stock models attaches the mask beside the weights, and loads other models as before;
-      `save_pretrained` of a model made of several warns of masks that it does not save.
+      `save_pretrained` of a model made of several saves the masks of its parts, too, which are attached with it.
     - PEFT saves the mask of a model with its adapters, and attaches it with them. PEFT itself is not imported.
     - `Auto*` classes know the model type `sparsebert`, and `attn_implementation` the names of the backends.
     """

@@ -20,6 +20,7 @@ from ..masks.mask_sources import check_subfolder, find_descriptions, hub_argumen
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.attaching import attach_saved
+from ..models.parts import warn_of_parts
 from ..models.saving import save_with_adapter
 
 
@@ -116,7 +117,7 @@ def _read_logits(source, hub_arguments):
 def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """What `load_adapter` of a model of PEFT or transformers does while the plugin is enabled."""
     result = stock(model, *args, **kwargs)
-    arguments = _by_name(stock, model, *args, **kwargs)
+    arguments = by_name(stock, model, *args, **kwargs)
     source = arguments.get("model_id", arguments.get("peft_model_id"))
     if source is not None:
         trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
@@ -128,13 +129,16 @@ def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
     """What `save_pretrained` of a model of PEFT does while the plugin is enabled."""
     result = stock(model, save_directory, *args, **kwargs)
-    arguments = _by_name(stock, model, save_directory, *args, **kwargs)
+    arguments = by_name(stock, model, save_directory, *args, **kwargs)
     if arguments.get("is_main_process", True) and sparse_attention_of(model) is not None:
         for name in arguments.get("selected_adapters") or model.peft_config:
             save_with_adapter(sparse_attention_of(model, name), Path(save_directory, "" if name == DEFAULT else name))
+    if isinstance(inner := without_adapters(model), PreTrainedModel):
+        warn_of_parts(inner)
     return result
 
 
-def _by_name(function, *args, **kwargs):
+def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     return arguments | arguments.pop("kwargs", {})

@@ -2,16 +2,28 @@
 
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
-from ..models.model_configs import Derived
-from ..models.saving import SparseModelMixin
+from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME
+from ..attention.model_masks import sparse_attention_of
+from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, parts_named_in
+from ..masks.mask_sources import IF_THERE, find_descriptions, hub_arguments_in
+from ..models.parts import (
+    check_names,
+    forget_in_parts,
+    named_in_config,
+    parts_with_mask,
+    remove_parts,
+    save_parts,
+    warn_of_parts,
+)
+from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin
 from ..models.stock_loading import from_pretrained_with_mask
-
-
-logger = logging.get_logger(__name__)
+from .adapters import attach_mask_of_adapter, by_name
 
 
 def from_pretrained(
@@ -21,20 +33,78 @@ def from_pretrained(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Attach the mask beside the weights. All others (`Auto*`, `pipeline`, sentence-transformers) end here."""
-    return from_pretrained_with_mask(stock, cls, pretrained_model_name_or_path, *args, **kwargs)
+    """
+    Attach the mask beside the weights, and those of parts. All others (`Auto*`, `pipeline`, sentence-transformers) end
+    here.
+    """
+    loaded = from_pretrained_with_mask(stock, cls, pretrained_model_name_or_path, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    named = vars(model.config).pop(PARTS_FIELD, None)
+    config = kwargs.get("config")
+    if config is not None and str(getattr(config, "name_or_path", None)) != str(pretrained_model_name_or_path):
+        named = _saved_names(pretrained_model_name_or_path, kwargs)  # the caller's configuration knows of no parts
+    if named:
+        _attach_parts(model, pretrained_model_name_or_path, named, kwargs)
+    return loaded
+
+
+def _saved_names(source, arguments):
+    path = None if source is None else cached_file(source, CONFIG_NAME, **hub_arguments_in(arguments), **IF_THERE)
+    return None if path is None else parts_named_in(Path(path))
+
+
+def _attach_parts(model, source, names, arguments):
+    """Attach the masks of the parts that the configuration of a model names. `arguments`: those of the loading."""
+    hub_arguments = hub_arguments_in(arguments)
+    base, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
+    if base and str(base) != str(source):  # that of an adapter
+        source, hub_arguments = base, {}
+    if commit is not None:
+        hub_arguments["revision"] = commit
+    within = hub_arguments.pop("subfolder", None)
+    check_names(names, source)
+    forget_in_parts(model)
+    for name in names:
+        folder = folder_of_part(name) if within is None else f"{within}/{folder_of_part(name)}"
+        try:
+            part: Any = model.get_submodule(name)
+        except AttributeError:
+            part = None
+        if not isinstance(part, PreTrainedModel):
+            raise MaskFileError(f"{source}: {PARTS_FIELD} names {name!r}, no model inside this {type(model).__name__}")
+        if find_descriptions(source, **hub_arguments, subfolder=folder) == (None, None):
+            raise MaskFileError(f"{source}: {PARTS_FIELD} names {name!r}, but there is no mask in its folder {folder}")
+        stock = part.config._attn_implementation
+        if sparse_attention_of(part) is None and stock in (*ATTENTION_NAMES, SAVED_NAME):
+            part.config._attn_implementation = None  # what `detach` goes back to
+        attach_mask_of_adapter(part, source, is_trainable=True, **hub_arguments, subfolder=folder)
+        if arguments.get("attn_implementation") is not None:
+            part.set_attn_implementation(stock)
 
 
 def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Warn of the masks of a model's parts, which it does not save."""
-    result = stock(model, *args, **kwargs)
-    if isinstance(model, SparseModelMixin) or "sparse_attention" in model._modules:
-        return result
-    parts = [name for name, part in model.named_modules() if "sparse_attention" in part._modules]
-    # A SparseBERT has its mask in its configuration.
-    if parts and isinstance(model.get_submodule(parts[0]).config, Derived):
-        logger.warning(
-            f"{type(model).__name__} is saved without the mask of its part {', '.join(parts)}: save that part in a "
-            "folder of its own, too, and attach the mask again after loading."
-        )
+    """Save the masks of a model's parts, too, of which [`SparseModelMixin`] knows nothing."""
+    given = by_name(stock, model, *args, **kwargs)
+    folder, parts = Path(given["save_directory"]), parts_with_mask(model)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        warn_of_parts(model)
+        return stock(model, *args, **kwargs)
+    known = parts_named_in(folder / CONFIG_NAME) if given.get("is_main_process", True) else []
+    if not (parts or known):
+        return stock(model, *args, **kwargs)
+    for part in parts.values():
+        if isinstance(part, SparseModelMixin):
+            part.prepare_saving()
+    # Before anything is written: an interrupted save must not leave new weights and old masks.
+    remove_parts(known, folder)
+    given.pop(next(iter(given)))  # the model
+    push, hub = given.pop("push_to_hub", False), {}
+    if push:  # with the masks, which are not yet written within the save
+        hub = {name: given.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in given}
+    with named_in_config(model.config, list(parts)):
+        result = stock(model, **given)
+    if given.get("is_main_process", True):
+        save_parts(parts, folder)
+    if push:
+        model.push_to_hub(**{"repo_id": folder.name} | hub, token=given.get("token"))
     return result

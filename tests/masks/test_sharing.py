@@ -328,6 +328,42 @@ for name, model in made.items():
     assert len(hub.requests) == requests
 
 
+def test_masks_of_parts_come_back(hub, client, online, tmp_path):
+    """Those of parts that carry none anymore are deleted by a push of the folder."""
+    client.run(f"""
+sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+encoder = transformers.BertModel(transformers.BertConfig(**sizes))
+decoder = transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+both = transformers.EncoderDecoderModel(encoder=encoder, decoder=transformers.BertLMHeadModel(decoder)).eval()
+for part in (both.encoder, both.decoder):
+    sparsebert.attach(part, "window", mask_length=8)
+both.push_to_hub("user/pushed")
+both.save_pretrained({str(tmp_path)!r}, push_to_hub=True, repo_id="user/parts", private=True, commit_message="Mine")
+""")
+    assert hub.repos["user/parts"].files.keys() - {"README.md"} == hub.repos["user/pushed"].files.keys() - {
+        "README.md"
+    }
+    assert {f"mask-{part}/{name}" for part in ("encoder", "decoder") for name in FROZEN} <= set(
+        hub.repos["user/parts"].files
+    )
+    check = """
+ids = torch.arange(5, 13)[None]
+for name in ("pushed", "parts"):
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(f"user/{name}", token="hf_local")
+    torch.testing.assert_close(loaded(ids, decoder_input_ids=ids).logits, both(ids, decoder_input_ids=ids).logits)
+    assert loaded.encoder.sparse_attention.mask == loaded.decoder.sparse_attention.mask
+"""
+    client.run(check)
+    requests = len(hub.requests)
+    client.run(f"import huggingface_hub.constants\nhuggingface_hub.constants.HF_HUB_OFFLINE = True\n{check}")
+    assert len(hub.requests) == requests
+    client.run("huggingface_hub.constants.HF_HUB_OFFLINE = False")
+    client.run(f"sparsebert.detach(both.decoder)\nboth.save_pretrained({str(tmp_path)!r})")
+    assert client(["push", tmp_path, "--repo_id", "user/parts"])[0] == 0
+    files = set(hub.repos["user/parts"].files)
+    assert {f"mask-encoder/{name}" for name in FROZEN} <= files and not any("mask-decoder" in name for name in files)
+
+
 def test_a_repository_holds_one_state_of_a_mask(hub, client, tmp_path):
     """A search pushed over a frozen mask, a mask over a search: each in one commit."""
     client.run(f"""

@@ -166,20 +166,6 @@ def test_encoder_decoders_of_attached_models(state, attached, tmp_path):
         )
 
 
-def test_parts_whose_mask_is_not_saved_are_warned_of(said, tmp_path):
-    decoder = BertConfig(**TINY, is_decoder=True, add_cross_attention=True)
-    both = EncoderDecoderModel(encoder=stock_model().bert, decoder=transformers.BertLMHeadModel(decoder))
-    both.save_pretrained(tmp_path)
-    assert "without the mask" not in said.text
-    for part in (both.encoder, with_mask(stock_model(), "frozen").bert):
-        if part is both.encoder:
-            attach(part, "window", mask_length=LENGTH)
-        both.encoder = part
-        said.clear()
-        both.save_pretrained(tmp_path)
-        assert "EncoderDecoderModel is saved without the mask of its part encoder" in said.text
-
-
 @pytest.mark.parametrize("name, backend", [("eager", "sparse_eager"), ("sparse_cpu", "sparse_cpu")])
 @pytest.mark.parametrize("loader", [AutoModel, BertModel])
 def test_attention_implementation(loader, name, backend, state, attached):

@@ -1,0 +1,343 @@
+"""Models made of several: the masks of their parts are saved, loaded and trained with the whole."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import TINY
+from torch import nn
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    VisionEncoderDecoderModel,
+    VisionTextDualEncoderModel,
+    ViTConfig,
+    ViTModel,
+)
+
+import sparsebert
+from sparsebert import MaskFileError, SparseBertConfig, SparseBertModel, attach, build_pattern, detach, load, plugin
+
+
+LENGTH = 10
+IDS = torch.randint(5, 100, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+PIXELS = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+WINDOW = {"mask_length": LENGTH, "pattern_kwargs": {"window_size": 1}}
+SIZES = TINY | {"initializer_range": 0.3}
+
+
+def bert(model_class=BertModel, config_class=BertConfig, **fields):
+    torch.manual_seed(0)
+    return model_class(config_class(**SIZES, **fields)).eval()
+
+
+def decoder():
+    return bert(BertLMHeadModel, is_decoder=True, add_cross_attention=True)
+
+
+def vit():
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "max_position_embeddings")}
+    return ViTModel(ViTConfig(**sizes, image_size=6, patch_size=2)).eval()
+
+
+class Towers(PreTrainedModel):
+    config_class = BertConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.towers = nn.ModuleDict({"left": BertModel(config), "right": BertModel(config)})
+        self.post_init()
+
+    def forward(self, input_ids):
+        return tuple(tower(input_ids)[0] for tower in self.towers.values())
+
+
+class Pair(BertForMaskedLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = BertModel(config)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return super().forward(input_ids).logits, self.second(input_ids)[0]
+
+
+TEXTS = {"input_ids": IDS, "decoder_input_ids": IDS}
+# Models, the names of their parts, and inputs.
+COMPOSITES = {
+    "texts": (lambda: EncoderDecoderModel(encoder=bert(), decoder=decoder()), ("encoder", "decoder"), TEXTS),
+    "captions": (
+        lambda: VisionEncoderDecoderModel(encoder=vit(), decoder=decoder()),
+        ("encoder", "decoder"),
+        {"pixel_values": PIXELS, "decoder_input_ids": IDS},
+    ),
+    "dual": (
+        lambda: VisionTextDualEncoderModel(vision_model=vit(), text_model=bert()),
+        ("vision_model", "text_model"),
+        {"pixel_values": PIXELS, "input_ids": IDS},
+    ),
+    "towers": (lambda: bert(Towers), ("towers.left", "towers.right"), {"input_ids": IDS}),
+    "pair": (lambda: bert(Pair), ("second",), {"input_ids": IDS}),
+}
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(transformers.utils.logging.get_logger("sparsebert"), "propagate", True)
+    return caplog
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        found = model.eval()(**inputs)
+    return [each for each in (found.to_tuple() if hasattr(found, "to_tuple") else found) if torch.is_tensor(each)]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """An encoder-decoder whose encoder and decoder have masks, and its folder."""
+    model = COMPOSITES["texts"][0]()
+    for part in (model.encoder, model.decoder):
+        attach(part, "window", **WINDOW)
+    model.save_pretrained(tmp_path / "saved")
+    return model, tmp_path / "saved"
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_masks_of_parts_come_back(kind, tmp_path):
+    make, parts, inputs = COMPOSITES[kind]
+    model = make().eval()
+    dense = outputs(model, inputs)
+    if kind == "pair":
+        attach(model, "window", **WINDOW)
+    for name in parts:
+        attach(model.get_submodule(name), "window", **WINDOW)
+    expected = outputs(model, inputs)
+    assert not any(torch.equal(*pair) for pair in zip(dense, expected, strict=True))
+    for folder in ("once", "twice"):
+        model.save_pretrained(tmp_path / folder)
+        assert config_of(tmp_path / folder)["parts_with_mask"] == list(parts)
+        model, info = getattr(type(model), "stock_class", type(model)).from_pretrained(
+            tmp_path / folder, output_loading_info=True
+        )
+        assert not any(info.values()) and "parts_with_mask" not in vars(model.config)
+        torch.testing.assert_close(outputs(model, inputs), expected)
+    for name in parts:
+        detach(model.get_submodule(name))
+    if kind == "pair":
+        detach(model)
+    torch.testing.assert_close(outputs(model, inputs), dense)
+    names = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+    assert names == {"sdpa"}
+
+
+@pytest.mark.parametrize("kind", ["captions", "dual"])
+def test_attach_names_the_parts(kind):
+    make, parts, _ = COMPOSITES[kind]
+    with pytest.raises(ValueError, match=f"attach one to its parts, {', '.join(parts)}"):
+        attach(make(), "window", **WINDOW)
+
+
+def test_the_encoder_of_a_head_as_a_part(tmp_path):
+    """The head that its mask was attached to is not saved."""
+    model = EncoderDecoderModel(encoder=attach(bert(BertForMaskedLM), "window", **WINDOW).bert, decoder=decoder())
+    model.save_pretrained(tmp_path)
+    loaded = EncoderDecoderModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+
+
+def test_a_model_put_together_from_loaded_parts(tmp_path):
+    attach(bert(), "window", **WINDOW).save_pretrained(tmp_path / "part")
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "part", tmp_path / "part").eval()
+    model.save_pretrained(tmp_path / "whole")
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+    for part in (model.encoder, model.decoder):
+        detach(part)
+    stock = EncoderDecoderModel(encoder=bert(), decoder=decoder())
+    stock.load_state_dict(model.state_dict())
+    torch.testing.assert_close(outputs(model, TEXTS), outputs(stock, TEXTS))
+
+
+def test_arguments_of_loading(saved, tmp_path):
+    model, folder = saved
+    expected = outputs(model, TEXTS)
+    folder.rename(tmp_path / "inner")
+    other = copy.deepcopy(EncoderDecoderModel(encoder=bert(), decoder=decoder()).config)
+    for arguments, backend in (
+        ({}, "sparse_auto"),
+        ({"config": other}, "sparse_auto"),
+        ({"attn_implementation": "eager"}, "sparse_eager"),
+        ({"attn_implementation": {"encoder": "sparse_sdpa"}}, "sparse_sdpa"),
+        ({"device_map": "cpu"}, "sparse_auto"),
+    ):
+        loaded = EncoderDecoderModel.from_pretrained(tmp_path, subfolder="inner", **arguments)
+        assert loaded.encoder.config._attn_implementation == backend
+        torch.testing.assert_close(outputs(loaded, TEXTS), expected)
+        assert detach(loaded.encoder).config._attn_implementation == ("eager" if backend == "sparse_eager" else "sdpa")
+    torch.testing.assert_close(outputs(load(tmp_path, subfolder="inner"), TEXTS), expected)
+
+
+def test_parts_without_a_mask_anymore(saved):
+    model, folder = saved
+    (folder / "mask-decoder" / "notes.txt").write_text("mine")
+    (folder / "mask-mine").mkdir()
+    build_pattern("window", LENGTH, 4).save_pretrained(folder / "mask-mine")
+    detach(model.encoder)
+    model.save_pretrained(folder)
+    assert config_of(folder)["parts_with_mask"] == ["decoder"] and not (folder / "mask-encoder").exists()
+    loaded = EncoderDecoderModel.from_pretrained(folder)
+    assert not hasattr(loaded.encoder, "sparse_attention") and hasattr(loaded.decoder, "set_mask")
+    detach(model.decoder)
+    model.save_pretrained(folder)
+    assert not {"parts_with_mask", "attn_implementation", "how_to_load"} & config_of(folder).keys()
+    assert [path.name for path in (folder / "mask-decoder").iterdir()] == ["notes.txt"]
+    assert (folder / "mask-mine" / "mask_config.json").is_file()
+    assert outputs(EncoderDecoderModel.from_pretrained(folder), TEXTS)[0].equal(outputs(model, TEXTS)[0])
+
+
+def test_folders_that_say_something_else(saved, tmp_path):
+    _, folder = saved
+    config = config_of(folder)
+    for names, message in (
+        (["../encoder"], "must be a list of parts"),
+        ("encoder", "must be a list of parts"),
+        (["enc_to_dec"], "names 'enc_to_dec', no model inside this EncoderDecoderModel"),
+        (["encoder", "decoder.bert"], "no mask in its folder mask-decoder.bert"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"parts_with_mask": names}))
+        with pytest.raises(MaskFileError, match=message):
+            EncoderDecoderModel.from_pretrained(folder)
+
+
+def test_without_the_plugin(saved):
+    model, folder = saved
+    plugin.disable()
+    try:
+        with pytest.raises(ValueError, match="pip install sparsebert"):  # of transformers
+            EncoderDecoderModel.from_pretrained(folder)
+        with pytest.raises(ValueError, match="only sparsebert.plugin attaches masks of parts"):
+            load(folder)
+    finally:
+        plugin.enable()
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True  # with which the file could not be read
+    model.save_pretrained(folder)
+    assert "attn_implementation" not in config_of(folder)
+    assert hasattr(EncoderDecoderModel.from_pretrained(folder, attn_implementation="eager").encoder, "set_mask")
+
+
+def test_parts_that_are_being_searched(tmp_path):
+    model = EncoderDecoderModel(encoder=bert(), decoder=decoder())
+    attach(model.encoder, "dam_s", mask_length=LENGTH, target_sparsity=0.5)
+    attach(model.decoder, "window", **WINDOW)
+    with torch.no_grad():
+        model.encoder.sparse_attention.mask_logits.normal_()
+    model.encoder.sparse_attention.set_progress(0.5)
+    model.save_pretrained(tmp_path)
+    loaded = EncoderDecoderModel.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+    found = loaded.encoder.sparse_attention
+    assert found.mask_logits.requires_grad and found.progress == 0.5 and found.config.target_sparsity == 0.5
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    loaded.encoder.freeze()
+    loaded.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path)
+    assert again.encoder.sparse_attention.mask == loaded.encoder.sparse_attention.mask
+    assert {path.name for path in (tmp_path / "mask-encoder").iterdir()} == {
+        *("README.md", "mask.safetensors", "mask_config.json")
+    }
+
+
+def test_a_sparsebert_as_a_part(tmp_path):
+    """Its pattern or search is in its configuration, which a mask that was found or set since is not."""
+    for step in ("pattern", "set", "searching", "searched"):
+        fields = {"search": "dam_s"} if step.startswith("search") else {"pattern": "window"}
+        encoder = bert(SparseBertModel, SparseBertConfig, mask_length=LENGTH, **fields)
+        model = EncoderDecoderModel(encoder=encoder, decoder=decoder()).eval()
+        if step == "set":
+            encoder.set_mask(build_pattern("strided", LENGTH, 4, stride=3))
+        elif step == "searched":
+            encoder.freeze(sparsity=0.5)
+        elif step == "searching":
+            encoder.sparse_attention.set_progress(0.5)
+        model.save_pretrained(tmp_path)
+        assert (tmp_path / "mask-encoder").is_dir() == (step in ("set", "searched"))
+        loaded, info = EncoderDecoderModel.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(info.values()) and loaded.encoder.config._attn_implementation == "sparse_auto"
+        torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"input_ids": IDS[index % 4], "labels": IDS[-index % 4]}
+
+
+@pytest.mark.parametrize("mask", ["window", "dam_s"])
+def test_trainer_keeps_the_masks_of_parts(mask, tmp_path):
+    def make():
+        model = EncoderDecoderModel(encoder=bert(), decoder=decoder())
+        model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+        fields = WINDOW if mask == "window" else {"mask_length": LENGTH, "sparsity_weight": 1e-3}
+        attach(model.encoder, mask, **fields)
+        return model
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    steps = {"max_steps": 2, "save_steps": 1, "eval_steps": 1, "learning_rate": 0.05, "report_to": "none"}
+    arguments = TrainingArguments(tmp_path, use_cpu=True, disable_tqdm=True, **best, **steps)
+
+    def trainer():
+        return Trainer(make(), arguments, train_dataset=Pairs(), eval_dataset=Pairs())
+
+    run = trainer()
+    run.train()
+    loaded = EncoderDecoderModel.from_pretrained(run.state.best_model_checkpoint)
+    torch.testing.assert_close(loaded.state_dict(), run.model.state_dict())
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(run.model, TEXTS))
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    torch.testing.assert_close(resumed.model.state_dict(), run.model.state_dict())
+
+
+def test_adapters_of_a_model_with_masks_in_its_parts(saved, said, tmp_path):
+    peft = pytest.importorskip("peft")
+    _, folder = saved
+    config = peft.LoraConfig(target_modules=["query"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(EncoderDecoderModel.from_pretrained(folder), config)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "without the masks of encoder, decoder in its EncoderDecoderModel" in said.text
+    loaded = peft.PeftModel.from_pretrained(EncoderDecoderModel.from_pretrained(folder), tmp_path / "adapter")
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(outputs(loaded, TEXTS), outputs(model, TEXTS))
+
+
+def test_other_models_cost_nothing(tmp_path, monkeypatch):
+    """No file is looked for beside a model that is not made of parts with a mask."""
+    EncoderDecoderModel(encoder=bert(), decoder=decoder()).save_pretrained(tmp_path)
+    stock_models = sparsebert.plugin.stock_models
+
+    def never(*args, **kwargs):
+        raise AssertionError
+
+    for name in ("cached_file", "find_descriptions"):
+        monkeypatch.setattr(stock_models, name, never)
+    for loader in (EncoderDecoderModel, AutoModelForSeq2SeqLM):
+        loader.from_pretrained(tmp_path)
