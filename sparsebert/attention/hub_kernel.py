@@ -2,7 +2,7 @@
 What the kernel hub of Transformers loads: attention under a frozen mask, for stock models and without this package.
 
 `python -m benchmarks.write_hub_kernel` writes the kernel, whose public names are those of this module. A model takes
-it as `attn_implementation="organization/sparsebert-attention"`.
+it as `attn_implementation="organization/sparsebert-attention@v0"`.
 
 Letters: B batch, H heads, n tokens, d head size.
 """

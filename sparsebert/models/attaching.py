@@ -26,7 +26,7 @@ from ..masks.sparse_mask import SparseMask
 from .architectures import attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
-from .model_configs import AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
+from .model_configs import STOCK_NAMED, AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
 from .saving import AttachedModel
 from .sparse_attention import SparseAttention, get_sparse_attention
 
@@ -159,7 +159,7 @@ def attach(
         raise ValueError(
             f"{type(inner).__name__} applies a mask by the code that is saved with it: load it with sparsebert.load"
         )
-    attn_implementation = sparse_name(attn_implementation)
+    sparse_name(attn_implementation)  # refuses a name before anything is changed
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
         raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
@@ -187,7 +187,9 @@ def attach(
     return model
 
 
-def attach_described(model: PreTrainedModel, mask: SparseMask | None, attn_implementation: str, **fields: Any) -> None:
+def attach_described(
+    model: PreTrainedModel, mask: SparseMask | None, attn_implementation: str | None, **fields: Any
+) -> None:
     """[`attach`] without its checks: a given mask, or what the fields describe."""
     if mask is not None:
         fields |= {"frozen": True, "mask_length": mask.length}
@@ -207,7 +209,7 @@ def attach_saved(
     """[`attach_described`] for a mask or search from a file, named in an error about it."""
     try:
         # Empty rows were accepted when the mask was frozen.
-        attach_described(model, mask, sparse_name(attn_implementation), **{"allow_empty_rows": True} | fields)
+        attach_described(model, mask, attn_implementation, **{"allow_empty_rows": True} | fields)
     except ValueError as error:
         raise MaskFileError(f"{source}: {error}") from error
 
@@ -226,7 +228,7 @@ def _own_configs(model: PreTrainedModel) -> None:
         vars(module)["config"] = model.config
 
 
-def attach_class(model: PreTrainedModel, attn_implementation: str) -> None:
+def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Give a model with an attached module the class of an attached model, and its attention implementation."""
     stock = model.config._attn_implementation
     vars(model)["_stock_attention"] = None if stock == SAVED_NAME else stock
@@ -272,6 +274,7 @@ def detach(model: Model) -> Model:
         _change_class(part, part.stock_class)
         if isinstance(part.config, AttachedConfig):
             part.config.__class__ = part.config.stock_class
+            vars(part.config).pop(STOCK_NAMED, None)
     attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
 

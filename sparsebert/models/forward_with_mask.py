@@ -16,13 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name
+from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name, with_attentions
 from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape
 from .coverage import check_reached
-from .model_configs import Derived
+from .model_configs import STOCK_NAMED, Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
 
@@ -52,6 +52,12 @@ class MaskedForward(_ModelBase):
         # Before transformers looks for a kernel of a name that is refused.
         register_names()
         return super()._check_and_adjust_attn_implementation(sparse_name(attn_implementation), *args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation: str | dict | None, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, whose names mean the backends of the same kind."""
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        # Written past the setter, which keeps whether it was one of those names.
+        self.config._attn_implementation = attn_implementation
 
     def get_correct_attn_implementation(self, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         register_names()
@@ -143,10 +149,12 @@ def _with_mask_inputs(model, names, args, kwargs):
                 "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output has no "
                 "meaning."
             )
-    if given.get("output_attentions", config.output_attentions):
-        needs.add("weights")
     if config._attn_implementation not in ATTENTION_NAMES:
         config._attn_implementation = config._attn_implementation  # written past the setter, which knows the twins
+    name = config._attn_implementation
+    if given.get("output_attentions", config.output_attentions):
+        needs.add("weights")
+        name = with_attentions(name) if getattr(config, STOCK_NAMED, False) else name
     documents, restore = find_documents(given, batch, length, device), None
     if documents is not None:
         check_documents(model)
@@ -159,7 +167,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         batch, num_queries = documents.shape
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
     mask_inputs = sparse_attention(
-        config._attn_implementation,
+        name,
         batch,
         num_queries,
         num_keys,

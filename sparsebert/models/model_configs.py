@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..attention.backends import check_returns_attentions
-from ..attention.choosing.choice import SAVED_NAME, sparse_name
+from ..attention.choosing.choice import SAVED_NAME, TWINS, sparse_name
 from ..files import replace_files
 from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
 
@@ -43,6 +43,8 @@ AUTO_CLASSES = {
 # Fields of the file of a configuration. In memory it has none of them: with this package no code of a folder is run.
 AUTO_MAP_FIELD = "auto_map"
 ATTENTION_FIELD = "attn_implementation"
+# Attribute, which is not saved: whether the attention implementation was asked for by the name of transformers.
+STOCK_NAMED = "_stock_named"
 WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
 
 
@@ -109,6 +111,11 @@ class MaskedConfigMixin(_ConfigBase):
         if isinstance(value, dict):
             value = value.get("", getattr(self, "_attn_implementation", None))
         self._attn_implementation_internal = sparse_name(value)
+        vars(self)[STOCK_NAMED] = value in TWINS
+
+    def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
+        d.pop(STOCK_NAMED, None)
+        super()._remove_keys_not_serialized(d)
 
     @property
     def output_attentions(self) -> bool | None:

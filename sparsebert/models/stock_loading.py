@@ -114,7 +114,7 @@ def from_pretrained_with_mask(
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
     given = kwargs.pop("attn_implementation", None)
     config, attn_implementation = _plain_config(kwargs.pop("config", None), given)
-    attn_implementation = sparse_name(attn_implementation)
+    sparse_name(attn_implementation)  # refuses a name before anything is loaded
     if config is not None:
         kwargs["config"] = config
     if config is None or given not in (None, *ATTENTION_NAMES):

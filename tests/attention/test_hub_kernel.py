@@ -11,12 +11,14 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import TINY
 from huggingface_hub import constants
 from transformers import BertConfig, BertModel
 from transformers.utils import is_kernels_available
+from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
 
-from benchmarks.write_hub_kernel import NAME, write
+from benchmarks.write_hub_kernel import BACKENDS, COMPILED, NAME, VERSION, write
 from sparsebert import SparseMask, attach, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.hub_kernel import _READ, flash_attn_forward, set_mask
 
@@ -49,7 +51,7 @@ setting = results.Setting("float32", 16, length=64)
 assert "sparse_cpu" in outcome.passed(), outcome
 """
 BY_TRANSFORMERS = """
-model = BertModel.from_pretrained(folder, attn_implementation=name, allow_all_kernels=True).eval()
+model = BertModel.from_pretrained(folder, attn_implementation=f"{name}@v0", allow_all_kernels=True).eval()
 """
 # Run here and there.
 COMPUTES = """
@@ -67,19 +69,30 @@ torch.save(results, output)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def variants(tmp_path_factory):
     return write(tmp_path_factory.mktemp("kernel") / "repository", REPOSITORY)
 
 
-def test_layout(built):
-    metadata = json.loads((built / "metadata.json").read_text())
-    assert built.parts[-2:] == ("build", "torch-universal") and (built.parents[1] / "README.md").is_file()
-    assert metadata["id"].isidentifier() and metadata["name"] == NAME and metadata["version"] == 1
-    files = {path.relative_to(built).as_posix(): path for path in built.rglob("*") if path.is_file()}
-    assert files.pop("metadata.json") and {"__init__.py", "attention/kernels/csr_attention.cpp"} <= set(files)
-    for name, digest in metadata["digest"]["files"].items():
-        assert base64.b64decode(digest) == hashlib.sha256(files.pop(name).read_bytes()).digest()
-    assert not files
+@pytest.fixture(scope="module")
+def built(variants):
+    """The one for this machine: with compiled libraries if there are some."""
+    return variants[0]
+
+
+def test_layout(variants):
+    """Libraries for one kind of machine are in a variant for it, and what runs anywhere in one for each backend."""
+    assert (variants[0].parents[1] / "README.md").is_file()
+    assert {path.name for path in variants} - {COMPILED} == {f"torch-{backend}" for backend in BACKENDS}
+    for built in variants:
+        metadata = json.loads((built / "metadata.json").read_text())
+        assert built.parent.name == "build" and (metadata["name"], metadata["version"]) == (NAME, VERSION)
+        assert metadata["id"].isidentifier() and f"-{metadata['backend']['type']}" in built.name
+        files = {path.relative_to(built).as_posix(): path for path in built.rglob("*") if path.is_file()}
+        assert files.pop("metadata.json") and {"__init__.py", "attention/kernels/csr_attention.cpp"} <= set(files)
+        assert any(name.endswith(".so") for name in files) == (built.name == COMPILED)
+        for name, digest in metadata["digest"]["files"].items():
+            assert base64.b64decode(digest) == hashlib.sha256(files.pop(name).read_bytes()).digest()
+        assert not files
 
 
 def test_the_kernel_stands_on_its_own(built):
@@ -109,7 +122,9 @@ def tiny_bert():
 
 
 needs_kernels = pytest.mark.skipif(
-    not is_kernels_available(), reason="the library kernels that transformers needs is not installed"
+    not is_kernels_available(),
+    reason=f"transformers {transformers.__version__} needs the library kernels from {KERNELS_MIN_VERSION} to below "
+    f"{KERNELS_MAX_VERSION}, which is not installed",
 )
 
 

@@ -15,9 +15,12 @@ from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES, gradients, i
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from transformers import AutoModelForMaskedLM, BertConfig
+from transformers.utils import logging
 
 import sparsebert
-from sparsebert import SparseBertForSequenceClassification, SparseBertModel, attach, sparsity_loss
+from sparsebert import SparseBertForSequenceClassification, SparseBertModel, attach, detach, sparsity_loss
+from sparsebert.attention.choosing.choice import TWINS
+from sparsebert.models.model_configs import STOCK_NAMED
 
 
 LAYERS = 2
@@ -387,10 +390,12 @@ def test_attentions_survive_saving(make, attached, tmp_path):
 @pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
 def test_a_backend_without_attentions_says_so(make, tiny_config, attached):
     model = make("ForMaskedLM", "frozen", attached)
-    for name in ("sdpa", "sparse_cpu"):
+    for name in ("sdpa", "sparse_sdpa", "sparse_cpu"):
         model.set_attn_implementation(name)
         with pytest.raises(ValueError, match="does not return attentions, use sparse_eager or sparse_auto"):
             model.config.output_attentions = True
+        if name == "sdpa":
+            continue  # as in transformers, see below
         with torch.no_grad(), pytest.raises(ValueError, match="output_attentions=True.*Use sparse_eager or"):
             model(IDS, output_attentions=True)
         assert not model.config.output_attentions and "attentions" not in model(IDS)
@@ -399,6 +404,31 @@ def test_a_backend_without_attentions_says_so(make, tiny_config, attached):
     assert len(model(IDS).attentions) == LAYERS
     with pytest.raises(StrictDataclassClassValidationError, match="sparse_sdpa does not return attentions"):
         tiny_config(output_attentions=True, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+def test_a_call_for_attentions_goes_on_under_a_stock_name(make, attached, name, caplog, tmp_path):
+    """As in transformers, but with the attentions, and said once. The names of this package are explicit."""
+    logging.get_logger("sparsebert").warning_once.cache_clear()
+    model = make("ForMaskedLM", "frozen", attached)
+    expected = model(IDS, output_attentions=True)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=name).eval()
+    model.set_attn_implementation(name)
+    for each in (model, loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(loaded))):
+        assert each.config._attn_implementation == TWINS[name] and STOCK_NAMED not in each.config.to_dict()
+        output = each(IDS, output_attentions=True)
+        torch.testing.assert_close(output.attentions, expected.attentions, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    assert caplog.text.count("so sparse_eager runs instead") == 1
+    for each in (model, loaded):
+        each.set_attn_implementation(TWINS[name])
+        with pytest.raises(ValueError, match="does not support output_attentions=True"):
+            each(IDS, output_attentions=True)
+    if attached:
+        model.set_attn_implementation(name)
+        assert STOCK_NAMED not in vars(detach(model).config)
 
 
 def test_configuration_of_an_attached_model(make, tiny_config):

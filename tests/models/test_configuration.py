@@ -73,6 +73,8 @@ def test_assignment_is_checked_too(tiny_config):
         ({"search": "soft", "length_policy": "extend"}, ["extend", "'soft'", "dam_s"]),
         ({"search": "vertical_slash", "length_policy": "extend"}, ["extend", "'vertical_slash'", "dam_s"]),
         ({"mask_length": 2}, ["mask_length", "3", "got 2"]),
+        ({"hidden_act": "eval"}, ["unknown hidden_act 'eval'; "]),
+        ({"hidden_act": "gelo"}, ["unknown hidden_act 'gelo'; did you mean 'gelu'?"]),
         ({"sparsity_warmup": 0.6, "sparsity_ramp": 0.5}, ["sparsity_warmup", "at most sparsity_ramp"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",

@@ -15,6 +15,7 @@ import sparsebert
 from sparsebert import SparseBertModel, SparseMask, attach, build_pattern, sparse_dot_product_attention
 from sparsebert.masks.exported import exported_structure
 from sparsebert.models.architectures import attention_modules
+from sparsebert.models.bert import modeling_frozen_sparsebert
 
 
 LAYERS, HEADS, MASK_LENGTH, POSITIONS = 2, 4, 24, 40
@@ -215,6 +216,69 @@ def check_onnx(model, folder, head, program):
     if head == "Model" and model.sparse_attention.mask.length_policy == "error":
         with pytest.raises(Exception, match="by 25"):
             run(**batch(1, MASK_LENGTH + 1, 0, 0))
+
+
+SAVED = [
+    (name, policy)
+    for name in MASKS
+    for policy in ("extend", "dense", "error")
+    if policy != "extend" or MASKS[name].get("form", "table") != "table"
+]
+
+
+@pytest.fixture
+def saved(tiny_config, tmp_path):
+    """`saved(mask, head, **fields)`: a model of the code that is saved beside it, and its mask."""
+
+    def build(name, head="Model", **fields):
+        mask = random_mask(layers=1, **MASKS[name] | fields)
+        mask.save_pretrained(tmp_path)
+        torch.manual_seed(0)
+        config = tiny_config(transformers.BertConfig, num_hidden_layers=1, initializer_range=0.2)
+        model = getattr(modeling_frozen_sparsebert, f"Bert{head}")(config)
+        model.set_mask_files([(tmp_path / name).read_bytes() for name in modeling_frozen_sparsebert.FILES])
+        return model.eval(), mask
+
+    return build
+
+
+@pytest.mark.parametrize("name, policy", SAVED)
+def test_structure_in_saved_code(saved, name, policy):
+    model, mask = saved(name, length_policy=policy)
+    for length in (1, 7, MASK_LENGTH, MASK_LENGTH if policy == "error" else POSITIONS):
+        table = modeling_frozen_sparsebert.expand(model.keep, model.mask, length)
+        assert torch.equal(table, mask.structure(length)), length
+    if policy == "error":
+        with pytest.raises(ValueError, match="25 tokens is longer than the mask"):
+            modeling_frozen_sparsebert.expand(model.keep, model.mask, MASK_LENGTH + 1)
+
+
+def check_saved(model, policy):
+    bounded = policy == "error"
+    beyond = () if bounded else ((1, POSITIONS, 0, 0), (2, 31, 5, 1))
+    check(export(model, longest=MASK_LENGTH if bounded else POSITIONS).module(), model, shapes=(*SHAPES, *beyond))
+
+
+@pytest.mark.parametrize("name, policy", [("offsets", "extend"), ("table", "dense"), ("blocks", "error")])
+def test_saved_code_is_exported_for_any_length(saved, name, policy):
+    """The code that runs a model without this package."""
+    model, _ = saved(name, length_policy=policy)
+    check_saved(model, policy)
+    if policy == "error":
+        with pytest.raises(RuntimeError, match=rf"length.* <= {MASK_LENGTH}"):
+            export(model, longest=POSITIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, policy", SAVED)
+def test_saved_code_is_exported_for_every_form(saved, name, policy):
+    model, _ = saved(name, "ForSequenceClassification", length_policy=policy)
+    check_saved(model, policy)
+    traced = torch.jit.trace(model, example_kwarg_inputs=batch(*EXAMPLE), strict=False)
+    check(traced, model)
+    if policy == "error":
+        with pytest.raises(RuntimeError, match=str(MASK_LENGTH)):
+            traced(**batch(1, MASK_LENGTH + 1, 0, 0))
 
 
 @pytest.mark.slow

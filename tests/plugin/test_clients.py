@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    DataCollatorWithFlattening,
     EncoderDecoderModel,
     Trainer,
     TrainingArguments,
@@ -651,6 +652,25 @@ def test_sentences_are_encoded_through_the_mask(sentence_transformers, encoder, 
         if step == "loaded":
             sentences.save_pretrained(str(tmp_path / "saved"))
             sentences = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+
+
+def test_sentences_are_encoded_without_their_padding(sentence_transformers, encoder, word_tokenizer):
+    """By `skip_padding`, and in rows that sentence-transformers packs itself where it finds flash attention."""
+    model, folder = encoder
+    expected = embeddings_of(model, word_tokenizer, "right")
+    arguments = {"device": "cpu", "model_kwargs": {"skip_padding": True}}
+    sentences = sentence_transformers.SentenceTransformer(str(folder), **arguments)
+    sentences[0].unpad_inputs = True  # only a warning
+    seen, tokens = [], sum(map(len, word_tokenizer(TEXTS).input_ids))
+    layer = sentences.transformers_model.encoder.layer[0]
+    layer.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
+    torch.testing.assert_close(sentences.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-5, rtol=1e-4)
+    packing = DataCollatorWithFlattening(return_position_ids=True, return_flash_attn_kwargs=True, return_seq_idx=True)
+    rows = packing([{"input_ids": ids} for ids in word_tokenizer(TEXTS).input_ids])
+    rows.pop("labels")
+    packed = sentences(dict(rows))["sentence_embedding"]
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-4)
+    assert seen == [(1, tokens)] * 2
 
 
 def test_sentences_with_an_adapter(sentence_transformers, peft, encoder, tmp_path):

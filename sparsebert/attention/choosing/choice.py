@@ -241,6 +241,18 @@ def sparse_name(name: str | None) -> str:
     return TWINS[name]
 
 
+def with_attentions(name: str) -> str:
+    """
+    The name to run under where attention probabilities are asked for and `name` is what a name of transformers means.
+    Transformers goes on there, without probabilities; here the reference returns them, which is said once.
+    """
+    if name not in BACKENDS or "weights" in BACKENDS[name].supports:
+        return name
+    if not torch.compiler.is_compiling():
+        logger.warning_once(f"output_attentions: {name} does not return attentions, so sparse_eager runs instead.")
+    return "sparse_eager"
+
+
 def check_backend(name: str, probability_map: str = "softmax") -> None:
     """Check that there is a backend of this name that applies the probability map."""
     name = sparse_name(name)

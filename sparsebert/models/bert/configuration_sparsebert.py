@@ -9,7 +9,9 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig
+from transformers.activations import ACT2FN
 
+from ...checks import nearest
 from ...learning.mask_description import (
     MODEL_FIELDS,
     OWN_FIELDS,
@@ -134,6 +136,11 @@ class SparseBertConfig(MaskedConfigMixin, MaskFields, BertConfig):
     def to_dict(self) -> dict[str, Any]:
         """The fields that are saved."""
         return {name: value for name, value in super().to_dict().items() if name != NEW_SEARCH}
+
+    def validate_hidden_act(self) -> None:
+        """Check the name of the activation, which transformers looks up only when it makes a model."""
+        if self.hidden_act not in ACT2FN:
+            raise nearest("hidden_act", self.hidden_act, ACT2FN)
 
     def validate_sparse_attention(self) -> None:
         """Check fields that exclude each other. Transformers calls this after construction and before saving."""

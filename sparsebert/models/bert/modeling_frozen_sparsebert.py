@@ -60,20 +60,27 @@ def read_mask(config, contents):
 
 
 def expand(keep, mask, length):
-    """The bits of a mask as a table `(L, H, m, m)`, before special tokens and the diagonal."""
+    """
+    The bits of a mask as a table `(L, H, m, m)`, before special tokens and the diagonal. In an exported graph the
+    length may be a symbol, so nothing but the length policy "error" asks how long it is.
+    """
     known, policy = mask["length"], mask["length_policy"]
-    new = max(length - known, 0)
-    if new and policy == "error":
+    bounded = policy == "error"
+    if bounded and not torch.jit.is_tracing() and length > known:
         raise ValueError(
             f"input of {length} tokens is longer than the mask ({known}): shorten it or set length_policy"
         )
+    position = (
+        torch.arange(known, device=keep.device)[:length] if bounded else torch.arange(length, device=keep.device)
+    )
+    last = keep.shape[-1] - 1
     if mask["form"] == "table":
-        return torch.nn.functional.pad(keep[..., :length, :length], (0, new, 0, new), value=True)
-    position = torch.arange(length, device=keep.device)
-    block = position // (mask["block_size"] or 1)
-    offset = (block[:, None] - block).abs()
-    # One more bit, which is off, stands for all larger offsets.
-    table = torch.nn.functional.pad(keep, (0, 1))[..., offset.clamp(max=keep.shape[-1])]
+        inside = position if bounded else position.clamp(max=last)
+        table = keep.index_select(2, inside).index_select(3, inside)
+    else:
+        block = position // (mask["block_size"] or 1)
+        offset = (block[:, None] - block).abs()
+        table = keep[..., offset.clamp(max=last)] & (offset <= last)
     is_new = position >= known
     return table | (is_new[:, None] | is_new) if policy == "dense" else table
 

@@ -16,11 +16,13 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     BertPreTrainedModel,
+    GenerationMixin,
 )
 from transformers.utils import CONFIG_NAME
 
 from ...attention.model_masks import sparse_attention_of
 from ...hub import check_available
+from ...learning.mask_description import MASK_FIELDS
 from ...masks.mask_sources import check_subfolder, find_mask_files, hub_arguments_in
 from ...masks.sparse_mask import SparseMask
 from ..attaching import attach_module, warn_of_changed_weights
@@ -43,8 +45,6 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
 
     config: SparseBertConfig
     config_class = SparseBertConfig
-    # At the size of the logits, bfloat16 does not resolve a step of the optimizer.
-    _keep_in_fp32_modules_strict = {"mask_logits", "alpha_logits"}
 
     def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, SparseBertConfig):
@@ -64,6 +64,9 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         if sparse_attention_of(self) is None:
             put_mixers(self)
             attach_module(self, SparseAttention(self.config))
+        # At the size of logits, bfloat16 does not resolve a step of the optimizer.
+        logits = {name.rpartition(".")[2] for name, _ in self.sparse_attention.named_parameters()}
+        self._keep_in_fp32_modules_strict = logits & {"mask_logits", "alpha_logits"}
         super().post_init()
 
     def initialize_weights(self) -> None:
@@ -82,13 +85,18 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """
         Load a model as transformers does. A frozen mask is read from the same folder or repository, and used as
-        `length_policy`, `last_token` and `diagonal` ask if they are given.
+        `length_policy`, `last_token` and `diagonal` ask if they are given, also beside a `config`.
         """
         hub_arguments = hub_arguments_in(kwargs)
         check_subfolder(hub_arguments.get("subfolder"))
         if pretrained_model_name_or_path is not None:
             check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)
         config: Any = kwargs.get("config")
+        if isinstance(config, SparseBertConfig):
+            # Where a configuration is given, transformers passes all other arguments to the model itself.
+            if asked := {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}:
+                config = kwargs["config"] = copy.deepcopy(config).changed(**asked)
+                config.validate()
         # Another checkpoint that is loaded with the same configuration may hold the new search itself.
         replaced = getattr(config, NEW_SEARCH, False) and str(pretrained_model_name_or_path) == config.name_or_path
         if kwargs.get("search") is not None or replaced:
@@ -141,7 +149,7 @@ class SparseBertForMaskedLM(SparseBertPreTrainedModel, BertForMaskedLM):
     forward = with_skip_logits(BertForMaskedLM.forward)
 
 
-class SparseBertLMHeadModel(SparseBertPreTrainedModel, BertLMHeadModel):
+class SparseBertLMHeadModel(SparseBertPreTrainedModel, BertLMHeadModel, GenerationMixin):
     """[`BertLMHeadModel`] (causal) with a sparse attention mask."""
 
     def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
