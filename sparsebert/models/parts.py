@@ -49,16 +49,21 @@ def check_names(names: Any, source: str | PathLike) -> None:
 
 @contextmanager
 def named_in_config(config: PreTrainedConfig, names: list[str]) -> Iterator[None]:
-    """What is saved with a configuration meanwhile: which parts have a mask, and how the model is loaded."""
-    listed = ", ".join(names)
-    note = f"Parts of this model have sparse attention masks, in folders of their own ({listed}): {WITH_PACKAGE}"
-    saved: dict[str, Any] = {PARTS_FIELD: names}
-    if not isinstance(config, MaskedConfigMixin):  # which says it itself
-        saved |= {NOTE_FIELD: f"{note}. Without it transformers refuses to load the model."}
+    """
+    A configuration that names the parts with a mask and, meanwhile, says how the model is loaded. It goes on to name
+    them: a model that is then saved without the plugin cannot be loaded without its masks.
+    """
+    attributes = vars(config)
+    attributes.pop(PARTS_FIELD, None)
+    saved: dict[str, Any] = {}
+    if names:
+        attributes[PARTS_FIELD] = names
+    if names and not isinstance(config, MaskedConfigMixin):  # which says it itself
+        note = f"Parts of this model have sparse attention masks, in folders of their own: {WITH_PACKAGE}"
+        saved[NOTE_FIELD] = f"{note}. Without it transformers refuses to load the model."
         if not any(each.output_attentions for each in _configs(config)):
             saved[ATTENTION_FIELD] = SAVED_NAME
-    attributes = vars(config)
-    attributes.update(saved if names else {})
+    attributes.update(saved)
     try:
         yield
     finally:

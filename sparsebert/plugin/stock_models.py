@@ -37,20 +37,17 @@ def from_pretrained(
     Attach the mask beside the weights, and those of parts. All others (`Auto*`, `pipeline`, sentence-transformers) end
     here.
     """
-    loaded = from_pretrained_with_mask(stock, cls, pretrained_model_name_or_path, *args, **kwargs)
+    source = pretrained_model_name_or_path
+    loaded = from_pretrained_with_mask(stock, cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    named = vars(model.config).pop(PARTS_FIELD, None)
-    config = kwargs.get("config")
-    if config is not None and str(getattr(config, "name_or_path", None)) != str(pretrained_model_name_or_path):
-        named = _saved_names(pretrained_model_name_or_path, kwargs)  # the caller's configuration knows of no parts
-    if named:
-        _attach_parts(model, pretrained_model_name_or_path, named, kwargs)
+    config, names = kwargs.get("config"), vars(model.config).get(PARTS_FIELD)
+    if config is not None and (names or str(getattr(config, "name_or_path", None)) != str(source)):
+        # It may be the configuration of another model.
+        path = None if source is None else cached_file(source, CONFIG_NAME, **hub_arguments_in(kwargs), **IF_THERE)
+        names = names if path is None else parts_named_in(Path(path))
+    if names:
+        _attach_parts(model, source, names, kwargs)
     return loaded
-
-
-def _saved_names(source, arguments):
-    path = None if source is None else cached_file(source, CONFIG_NAME, **hub_arguments_in(arguments), **IF_THERE)
-    return None if path is None else parts_named_in(Path(path))
 
 
 def _attach_parts(model, source, names, arguments):
@@ -90,7 +87,7 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
         warn_of_parts(model)
         return stock(model, *args, **kwargs)
     known = parts_named_in(folder / CONFIG_NAME) if given.get("is_main_process", True) else []
-    if not (parts or known):
+    if not (parts or known or PARTS_FIELD in vars(model.config)):
         return stock(model, *args, **kwargs)
     for part in parts.values():
         if isinstance(part, SparseModelMixin):

@@ -134,7 +134,7 @@ def test_masks_of_parts_come_back(kind, tmp_path):
         model, info = getattr(type(model), "stock_class", type(model)).from_pretrained(
             tmp_path / folder, output_loading_info=True
         )
-        assert not any(info.values()) and "parts_with_mask" not in vars(model.config)
+        assert not any(info.values())
         torch.testing.assert_close(outputs(model, inputs), expected)
     for name in parts:
         detach(model.get_submodule(name))
@@ -171,6 +171,23 @@ def test_a_model_put_together_from_loaded_parts(tmp_path):
     stock = EncoderDecoderModel(encoder=bert(), decoder=decoder())
     stock.load_state_dict(model.state_dict())
     torch.testing.assert_close(outputs(model, TEXTS), outputs(stock, TEXTS))
+
+
+def test_configurations_that_were_used_before(saved):
+    """Whichever configuration is given, the folder says which parts have a mask."""
+    model, folder = saved
+    loaded = EncoderDecoderModel.from_pretrained(folder)
+    for config in (model.config, loaded.config):
+        again = EncoderDecoderModel.from_pretrained(folder, config=config)
+        torch.testing.assert_close(outputs(again, TEXTS), outputs(model, TEXTS))
+    detach(loaded.encoder)
+    loaded.save_pretrained(folder)
+    again = EncoderDecoderModel.from_pretrained(folder, config=model.config)
+    torch.testing.assert_close(outputs(again, TEXTS), outputs(loaded, TEXTS))
+    new = EncoderDecoderModel(config=loaded.config)
+    new.save_pretrained(folder)
+    assert "parts_with_mask" not in config_of(folder)
+    torch.testing.assert_close(outputs(EncoderDecoderModel.from_pretrained(folder), TEXTS), outputs(new, TEXTS))
 
 
 def test_arguments_of_loading(saved, tmp_path):
@@ -232,8 +249,11 @@ def test_without_the_plugin(saved):
             EncoderDecoderModel.from_pretrained(folder)
         with pytest.raises(ValueError, match="only sparsebert.plugin attaches masks of parts"):
             load(folder)
+        model.save_pretrained(folder.with_name("unplugged"))
     finally:
         plugin.enable()
+    with pytest.raises(MaskFileError, match="no mask in its folder mask-encoder"):
+        EncoderDecoderModel.from_pretrained(folder.with_name("unplugged"))
     model.set_attn_implementation("eager")
     model.config.output_attentions = True  # with which the file could not be read
     model.save_pretrained(folder)
