@@ -142,7 +142,10 @@ def test_what_is_made_of_fake_tensors_is_not_kept(name):
 
 
 @pytest.mark.parametrize("form", ["table", "offsets"])
-@pytest.mark.parametrize("name", ["sparse_auto", "sparse_eager", "sparse_sdpa", "sparse_cpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["sparse_auto", *(pytest.param(n, marks=pytest.mark.slow) for n in ("sparse_eager", "sparse_sdpa", "sparse_cpu"))],
+)
 def test_one_graph_for_sizes_masks_and_dropout_that_vary(name, form):
     """Sizes, the mask and the probability of dropout are variables of the graph at the second call, or at once."""
     states = torch.randn(3, 2, HEADS, 9, 8)
