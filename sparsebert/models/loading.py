@@ -79,8 +79,8 @@ def warn_of_modules(source: str | PathLike, **hub_arguments: Any) -> None:
 
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
-    Load a model with its mask, frozen or still being searched: a SparseBERT, or a model that [`attach`] gave a mask.
-    If the weights changed since the mask was saved next to them, there is a warning.
+    Load a model with its mask, frozen or still being searched: a SparseBERT, a model that [`attach`] gave a mask, or
+    one whose parts have masks. If the weights changed since the mask was saved next to them, there is a warning.
 
     Args:
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.

@@ -381,5 +381,7 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     if not hasattr(inner, "base_model"):
         raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
     if sparse_attention is None:
-        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
+        parts = [name for name, part in inner.named_modules() if "sparse_attention" in part._modules]
+        hint = f"give one of its parts that do, {', '.join(parts)}" if parts else "attach a mask first"
+        raise ValueError(f"{type(inner).__name__} carries no sparse attention: {hint}")
     return sparse_attention

@@ -173,6 +173,13 @@ def test_a_model_put_together_from_loaded_parts(tmp_path):
     torch.testing.assert_close(outputs(model, TEXTS), outputs(stock, TEXTS))
 
 
+def test_what_needs_one_mask_names_the_parts(saved):
+    model, _ = saved
+    with pytest.raises(ValueError, match="give one of its parts that do, encoder, decoder.bert"):
+        sparsebert.sparsity(model)
+    assert sparsebert.sparsity(model.encoder) == sparsebert.sparsity(model.decoder) > 0.5
+
+
 def test_configurations_that_were_used_before(saved):
     """Whichever configuration is given, the folder says which parts have a mask."""
     model, folder = saved
@@ -194,13 +201,14 @@ def test_arguments_of_loading(saved, tmp_path):
     model, folder = saved
     expected = outputs(model, TEXTS)
     folder.rename(tmp_path / "inner")
+    places = {"encoder": "cpu", "decoder": "disk"}
     other = copy.deepcopy(EncoderDecoderModel(encoder=bert(), decoder=decoder()).config)
     for arguments, backend in (
         ({}, "sparse_auto"),
         ({"config": other}, "sparse_auto"),
         ({"attn_implementation": "eager"}, "sparse_eager"),
         ({"attn_implementation": {"encoder": "sparse_sdpa"}}, "sparse_sdpa"),
-        ({"device_map": "cpu"}, "sparse_auto"),
+        ({"device_map": places, "offload_folder": tmp_path / "offload"}, "sparse_auto"),
     ):
         loaded = EncoderDecoderModel.from_pretrained(tmp_path, subfolder="inner", **arguments)
         assert loaded.encoder.config._attn_implementation == backend
