@@ -238,7 +238,7 @@ def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> Non
             config.__class__ = derived_class(AttachedConfig, type(config))
             forget_saved_fields(config)
     _change_class(model, derived_class(AttachedModel, type(model)))
-    model.set_attn_implementation(attn_implementation)
+    model.set_attn_implementation(attn_implementation or "sparse_auto")
 
 
 def detach(model: Model) -> Model:

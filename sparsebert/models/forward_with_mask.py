@@ -51,17 +51,24 @@ class MaskedForward(_ModelBase):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         # Before transformers looks for a kernel of a name that is refused.
         register_names()
-        return super()._check_and_adjust_attn_implementation(sparse_name(attn_implementation), *args, **kwargs)
+        sparse_name(attn_implementation)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
-    def set_attn_implementation(self, attn_implementation: str | dict | None, *args: Any, **kwargs: Any) -> None:
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False, *args: Any, **kwargs: Any
+    ) -> str:
+        register_names()
+        name = sparse_name(requested_attention)
+        correct = super().get_correct_attn_implementation(name, is_init_check, *args, **kwargs)
+        if not is_init_check:
+            # Callers write past the setter, which keeps whether the name was one of transformers.
+            self.config._attn_implementation = requested_attention
+        return correct
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """As in transformers, whose names mean the backends of the same kind."""
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
-        # Written past the setter, which keeps whether it was one of those names.
-        self.config._attn_implementation = attn_implementation
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        register_names()
-        return super().get_correct_attn_implementation(sparse_name(requested_attention), *args, **kwargs)
+        self.config._attn_implementation = attn_implementation  # also where only the kind of name is another
 
 
 class MaskedBase(Derived, MaskedForward):

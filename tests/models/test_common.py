@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES, gradients, inputs_of
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
-from transformers import AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForMaskedLM, BertConfig, EncoderDecoderModel
 from transformers.utils import logging
 
 import sparsebert
@@ -406,6 +406,21 @@ def test_a_backend_without_attentions_says_so(make, tiny_config, attached):
         tiny_config(output_attentions=True, attn_implementation="sdpa")
 
 
+@every_state
+def test_class_attributes_that_transformers_looks_for(make, tiny_config, state, tmp_path):
+    assert transformers.GenerationMixin in sparsebert.SparseBertLMHeadModel.__bases__
+    maps = {"probability_map": "entmax", "probability_map_kwargs": {"alpha": "learned"}} if state == "frozen" else {}
+    for fields in ({}, maps):
+        model = make("ForMaskedLM", state, **fields)
+        names = [name.rpartition(".")[2] for name in model.state_dict()]
+        kept = {"mask_logits"} if state == "searching" else {"alpha_logits"} if fields else set()
+        assert model._keep_in_fp32_modules_strict == kept <= set(names)
+        model.save_pretrained(tmp_path / str(len(fields)))
+        half = type(model).from_pretrained(tmp_path / str(len(fields)), dtype=torch.bfloat16)
+        dtypes = {name.rpartition(".")[2]: weights.dtype for name, weights in half.state_dict().items()}
+        assert all((dtype == torch.float32) == (name in kept) for name, dtype in dtypes.items() if name != "progress")
+
+
 @pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
 def test_a_call_for_attentions_goes_on_under_a_stock_name(make, attached, name, caplog, tmp_path):
@@ -422,6 +437,9 @@ def test_a_call_for_attentions_goes_on_under_a_stock_name(make, attached, name, 
         torch.testing.assert_close(output.attentions, expected.attentions, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
     assert caplog.text.count("so sparse_eager runs instead") == 1
+    if not attached:  # whose part in a composite has the configuration of the composite, a stock one
+        EncoderDecoderModel(encoder=model.bert, decoder=make("LMHeadModel", "frozen")).set_attn_implementation("sdpa")
+        assert len(model.bert(IDS, output_attentions=True).attentions) == LAYERS
     for each in (model, loaded):
         each.set_attn_implementation(TWINS[name])
         with pytest.raises(ValueError, match="does not support output_attentions=True"):
