@@ -1,5 +1,10 @@
 """SparseBERT: a BERT that learns which attention positions it needs."""
 
+# First, since all others may import what lies in the current folder.
+from . import _import_path  # noqa: F401
+
+
+# isort: split
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,9 @@ SECRETS = ("token", "hub_token")
 PROBE_SECONDS = 1.5
 # Repository, and file or folder in it, of the addresses that the client asks for.
 _ADDRESSES = (
-    r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/[^/]+(?:/(?P<file>.+))?",
-    r"/api/models/(?P<repo>[^/]+(?:/[^/]+)?)(?:/(?:revision|preupload|commit|branch|refs).*)?",
-    r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/[^/]+/(?P<file>.+)",
+    r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<file>.+))?",
+    r"/api/models/(?P<repo>[^/]+(?:/[^/]+)?)(?:/(?:revision|preupload|commit|branch|refs)\w*(?:/(?P<revision>.+))?)?",
+    r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)",
     r"/(?P<repo>[^/]+/[^/]+)\.git/.*",
 )
 # Fields of a configuration, by the names that all models know them by.
@@ -109,7 +109,7 @@ def explained(error: HTTPError) -> str:
     status = error.response.status_code
     said = " ".join(str(error.server_message or f"status {status}").split())
     if isinstance(error, RevisionNotFoundError):
-        return f"{place}: there is no such revision: check --revision"
+        return f"{found.get('repo')}: there is no revision {found.get('revision')!r}"
     if isinstance(error, RemoteEntryNotFoundError):
         return f"{place}: there is no such file in the repository: check --subfolder and --revision"
     if status in (401, 403):
@@ -124,6 +124,17 @@ def explained(error: HTTPError) -> str:
     return f"{place}: the Hub refused with status {status} ({said})"
 
 
+@contextmanager
+def naming_the_file() -> Iterator[None]:
+    """Context manager, also a decorator, in which an error of the connection says what was asked for."""
+    try:
+        yield
+    except HTTPError as error:
+        if isinstance(error, HfHubHTTPError):  # an answer, which names it
+            raise
+        raise ConnectionError(explained(error)) from error
+
+
 def check_path(source: str | os.PathLike, field: str = "") -> None:
     """
     Check that what can only be the path of a folder is one. Whether a Hub id exists is not asked. `field` is for the
@@ -134,7 +145,7 @@ def check_path(source: str | os.PathLike, field: str = "") -> None:
     if folder.is_file():
         raise FileNotFoundError(f"{field}{name!r} is a file, expected a folder or Hub id: give {str(folder.parent)!r}")
     # A Hub id has one slash at most, and no folder of the owner's name is here.
-    like_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
+    like_path = bool(re.match(r"[/.~]|[A-Za-z]:", name)) or name.endswith("/") or "\\" in name or name.count("/") > 1
     hidden = not like_path and "/" in name and folder.parent.is_dir()
     if (like_path or hidden) and not folder.is_dir():
         hint = f"; if it is a Hub id, the folder {folder.parent} hides it: run this elsewhere" if hidden else ""
@@ -169,6 +180,8 @@ def check_available(
             url = hf_hub_url(name, paths[0], revision=revision)
             get_hf_file_metadata(url, token=token, timeout=PROBE_SECONDS)
             return
+        except RevisionNotFoundError as error:
+            raise RevisionNotFoundError(explained(error), response=error.response) from error
         except HfHubHTTPError:
             return  # it has answered
         except Exception as error:

@@ -10,8 +10,8 @@ from transformers.utils import CONFIG_NAME
 from ..attention.capabilities import Request
 from ..attention.choosing.choice import automatic
 from ..checks import check_range
-from ..hub import check_path
-from ..masks.mask_files import MAX_MASK_LENGTH
+from ..hub import check_available, check_path
+from ..masks.mask_files import MASK_CONFIG_NAME, MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
 from ..models.loading import find_file, load
@@ -159,6 +159,7 @@ def saved_plan(
 ) -> Plan:
     """How the mask in a folder or Hub repository would run, see [`plan`]."""
     check_path(source)
+    check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
     is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
     reader: Any = load if is_model else SparseMask.from_pretrained
     return make_plan(reader(source, **hub_arguments), length, device, dtype)

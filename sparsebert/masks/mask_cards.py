@@ -174,7 +174,7 @@ def bare_mask_card(
 ) -> ModelCard:
     """The card of a mask without a model, see [`describe_mask`]; `name` is that of its folder."""
     recorded = name_in(metadata, "base_model")
-    base = _hub_id(recorded)
+    base = hub_id(recorded)
     data = ModelCardData(
         library_name="sparsebert",
         base_model=base,
@@ -212,7 +212,7 @@ them."""
     return make_card(data, sections)
 
 
-def _hub_id(name):
+def hub_id(name: str | None) -> str | None:
     """A name that may be one of the Hub, `None` for that of a local folder."""
     if name is None:
         return None
@@ -225,7 +225,7 @@ def _hub_id(name):
 
 def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCard:
     """The card of a repository with several masks, from [`list_masks`]."""
-    named = {mask["name"]: base for mask in masks if (base := _hub_id(mask["base_model"]))}
+    named = {mask["name"]: base for mask in masks if (base := hub_id(mask["base_model"]))}
     bases = sorted({*named.values()})
     tags = sorted({mask["made_by"] for mask in masks if mask["made_by"]})
     data = ModelCardData(

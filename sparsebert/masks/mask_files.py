@@ -39,6 +39,8 @@ MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
 MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MASK_LOGITS_NAME)
 MASK_FORMAT_VERSION = 1
+# The code beside a BERT with a mask, for environments without this package.
+CODE_NAME = "modeling_frozen_sparsebert.py"
 
 # No real mask is larger: a description that is gets refused before anything is allocated for it.
 MAX_MASK_LENGTH = 2**16
@@ -242,6 +244,11 @@ def is_of_another_tool(path: Path) -> bool:
     config = path.with_name("config.json")
     if config.is_file() and NOTE_FIELD in config.read_text(encoding="utf-8", errors="replace"):
         return False
+    return has_other_content(path)
+
+
+def has_other_content(path: Path) -> bool:
+    """Whether a file with one of our names is JSON with none of our fields."""
     try:
         content = json.loads(_read(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):
@@ -269,13 +276,20 @@ def parts_named_in(config_path: Path) -> list[str]:
     return names if are_parts(names) else []
 
 
+def own_state(folder: Path) -> set[str]:
+    """Names of the files in a folder that are the state of a mask or of its search, and not those of another tool."""
+    here = {name for name in MASK_STATE if (folder / name).is_file()}
+    described = {n for n in here if n.endswith(".json") and not has_other_content(folder / n)}
+    return described | {n for n in here if n.endswith(".safetensors")} if described else set()
+
+
 def check_undamaged(folder: Path, field: str = "") -> None:
     """
     Check weights, configuration and mask of a model in a folder, if there is one, without reading the weights. `field`
     names the folder in the message.
     """
     prefix = f"{field}: " if field else ""
-    if (folder / MASK_CONFIG_NAME).is_file():
+    if (folder / MASK_CONFIG_NAME).is_file() and not is_of_another_tool(folder / MASK_CONFIG_NAME):
         try:
             read_mask_files(folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME)
         except MaskFileError as error:

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers.utils import cached_file, logging
 
-from ..hub import check_available
+from ..hub import check_available, naming_the_file
 from .mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME, MaskFileError, is_of_another_tool
 
 
@@ -62,6 +62,7 @@ def _entries(folder):
     return [path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + MASK_CONFIG_NAME)]
 
 
+@naming_the_file()
 def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:
     """The description and the weights of a mask in a folder, where they may be missing, or downloaded from the Hub."""
     unknown = set(kwargs) - set(HUB_ARGUMENTS)

@@ -22,9 +22,10 @@ from ..files import (
     make_folder,
 )
 from .mask_cards import CARD_NAME, own_card
-from .mask_files import MASK_CONFIG_NAME, MASK_STATE
+from .mask_files import MASK_CONFIG_NAME, MASK_STATE, MaskFileError, check_undamaged, is_of_another_tool
 from .mask_sources import check_subfolder, mask_paths
 from .pushing import PICKLED_WEIGHTS, WEIGHTS
+from .sparse_mask import SparseMask
 
 
 # Where a pull keeps the folder that it replaces until all files are in their places.
@@ -41,9 +42,9 @@ def pull_folder(
     overwrite: bool = False,
 ) -> list[str]:
     """
-    Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
-    interrupted download has is kept next to the folder, and the next one continues with it. Returns the names of the
-    files.
+    Download a mask or model into a folder, which is there when all of it is, with the right checksums and masks that
+    can be read. What an interrupted download has is kept next to the folder, and the next one continues with it.
+    Returns the names of the files.
 
     The files of a `subfolder` go to `output_dir` itself. `overwrite` replaces the mask or model that is there; files
     of other names that do not belong to it stay, and so does a `README.md` that this package did not write.
@@ -89,6 +90,15 @@ def pull_folder(
                     "same command again"
                 )
             shutil.rmtree(place / ".cache", ignore_errors=True)
+            try:
+                check_undamaged(place / within)
+                for path in mask_paths(place / within):
+                    if not is_of_another_tool(place / within / path / MASK_CONFIG_NAME):
+                        SparseMask.from_pretrained(place / within / path)
+            except ValueError as error:
+                shutil.rmtree(aside)
+                said = str(error).replace(f"{place}{os.sep}", "")
+                raise MaskFileError(f"{repo_id}: {said}; nothing was written to {output}") from error
             if output.exists():
                 os.replace(output, aside / _REPLACED_NAME)
             os.replace(place / within, output)

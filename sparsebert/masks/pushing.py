@@ -1,25 +1,39 @@
 """Pushing folders of masks and models to the Hub, each in one commit."""
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HTTPError
-from transformers.utils import CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..files import METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
 from .listing import list_masks, listed
-from .mask_cards import CARD_NAME, bare_mask_card, card_sections, collection_card, make_card, own_card, renamed, signed
+from .mask_cards import (
+    CARD_NAME,
+    bare_mask_card,
+    card_sections,
+    collection_card,
+    hub_id,
+    make_card,
+    own_card,
+    renamed,
+    signed,
+)
 from .mask_files import (
+    CODE_NAME,
     MASK_CONFIG_NAME,
     MASK_STATE,
     MASK_WEIGHTS_NAME,
+    SEARCH_CONFIG_NAME,
     check_undamaged,
     folder_of_part,
+    has_other_content,
     parts_named_in,
     read_description,
     read_mask_files,
@@ -34,6 +48,26 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 # The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
+# The files that say that there is a mask or a search.
+DESCRIPTIONS = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
+
+
+def own_descriptions(api: HfApi, repo_id: str, paths: Collection[str], revision: str | None) -> set[str]:
+    """Those of the paths in a repository that describe a mask or search, and are not files of another tool."""
+    found = {path for path in paths if PurePosixPath(path).name in DESCRIPTIONS}
+    return {p for p in found if not has_other_content(Path(api.hf_hub_download(repo_id, p, revision=revision)))}
+
+
+def public_content(path: Path) -> bytes:
+    """A file as it is pushed: a description of a mask or search without the path of the model it was found for."""
+    content = path.read_bytes()
+    try:
+        fields = json.loads(content)
+        local = hub_id(fields["base_model"]) is None and fields["base_model"] is not None
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return content  # no such field, or not for us to judge
+    without = fields | {"base_model": None, "base_model_revision": None}
+    return (json.dumps(without, indent=2) + "\n").encode() if local else content
 
 
 def _card_of_mask(folder, card):
@@ -61,19 +95,20 @@ def push_folder(
     tags: Sequence[str] | None = None,
     mask_only: bool = False,
     replaced: Sequence[str] | None = None,
+    names: Collection[str] | None = None,
 ) -> tuple[CommitInfo, list[str]]:
     """
     Push the folder of a mask or model, in one commit that also deletes what contradicts it there: another state of the
-    mask and, with a model, other weights and the results of another run that was pushed there with its card. Returns
-    the commit, and the names of the pushed files.
+    mask and, with a model, other weights, the card and code of another model, and the results of another run that was
+    pushed there with its card. Returns the commit, and the names of the pushed files.
 
     Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package did
     not write stays. Beside masks in subfolders, the README.md of the repository lists them. `mask_only` leaves out the
     model of a mask; `replaced` names the files to delete that the folder lacks, besides weights, by default those of
-    another state of the mask or another run.
+    another state of the mask or another run. `names` are the entries of the folder to push, by default all.
     """
-    folder = Path(folder)
-    names = check_pushable(folder, mask_only)
+    folder, chosen = Path(folder), names
+    names = [n for n in check_pushable(folder, mask_only) if chosen is None or n.split("/")[0] in chosen]
     subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -82,15 +117,17 @@ def push_folder(
     there = set(api.list_repo_files(repo_id, revision=revision))
     place = f"{subfolder}/" if subfolder else ""
 
-    def is_theirs(path):
-        """Whether the repository has a README.md that this package did not write."""
-        return path in there and own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) is None
+    def card_at(path):
+        """The README.md of the repository, if this package wrote it."""
+        return own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) if path in there else None
 
-    theirs = is_theirs(place + CARD_NAME)
-    ours = not theirs and place + CARD_NAME in there
-    if CARD_NAME in names and theirs:
+    former = card_at(place + CARD_NAME)
+    if CARD_NAME in names and former is None and place + CARD_NAME in there:
         names.remove(CARD_NAME)
     contents: dict[str, Any] = {name: folder / name for name in names}
+    for name in names:
+        if PurePosixPath(name).name in (*DESCRIPTIONS, CONFIG_NAME):
+            contents[name] = public_content(folder / name)
     if CARD_NAME in names and (card := own_card(folder / CARD_NAME)) is not None:
         if mask_only and (folder / CONFIG_NAME).is_file():
             card = _card_of_mask(folder, card)
@@ -100,17 +137,23 @@ def push_folder(
     here = {path.removeprefix(place) for path in there if path.startswith(place)}
     if any(map(WEIGHTS.fullmatch, names)):
         stale |= set(filter(WEIGHTS.fullmatch, here))
-    if replaced is None and ours:
+    if CONFIG_NAME in names:
+        stale.add(CODE_NAME)
+        if former is not None and "Masks" not in card_sections(former):  # which lists those in subfolders
+            stale.add(CARD_NAME)
+    if replaced is None and former is not None:
         stale.add(PICTURE_NAME)
-    if replaced is None and CONFIG_NAME in names and ours and METRICS_NAME in here:
+    if replaced is None and CONFIG_NAME in names and former is not None and METRICS_NAME in here:
         results = (*RESULT_FILES, *TASK_FILES)
         stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
     if CONFIG_NAME in names and CONFIG_NAME in here and any(name.startswith(folder_of_part("")) for name in here):
         parts = parts_named_in(Path(api.hf_hub_download(repo_id, place + CONFIG_NAME, revision=revision)))
         stale |= {f"{folder_of_part(part)}/{name}" for part in parts for name in (*MASK_STATE, CARD_NAME)}
-    stale = {place + name for name in stale - set(names)}
-    operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
-    if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
+    stale = {place + name for name in stale - set(names)} & there
+    described = {place + name for name in DESCRIPTIONS} & stale
+    stale -= described - own_descriptions(api, repo_id, described, revision)
+    operations += [CommitOperationDelete(path) for path in sorted(stale)]
+    if subfolder and CONFIG_NAME not in there and (CARD_NAME not in there or card_at(CARD_NAME) is not None):
         operations.append(CommitOperationAdd(CARD_NAME, _collection(api, repo_id, revision, folder, subfolder)))
     try:
         commit = api.create_commit(
@@ -138,11 +181,11 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         raise ValueError(f"{folder}: there is no such folder")
     if (folder / UNFINISHED_NAME).exists():
         raise ValueError(f"{folder} holds a run that has not finished: finish it first")
-    kinds = (MASK_CONFIG_NAME,) if mask_only else (CONFIG_NAME, MASK_CONFIG_NAME)
+    kinds = (MASK_CONFIG_NAME,) if mask_only else (CONFIG_NAME, MASK_CONFIG_NAME, ADAPTER_CONFIG_NAME)
     if not any((folder / name).is_file() for name in kinds):
         inner = [path for path in mask_paths(folder) if path]
         hint = f": push one of {', '.join(inner)}" if inner else ""
-        raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
+        raise ValueError(f"{folder} holds no {' and no '.join(kinds[:2])}{hint}")
     if mask_only:
         read_mask_files(*find_mask_files(folder))
     else:

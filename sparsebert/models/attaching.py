@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..attention.choosing.choice import SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
-from ..hub import explained
+from ..hub import check_path, explained
 from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
 from ..masks.mask_files import MaskFileError, weights_changed
@@ -71,9 +71,10 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     if name in SEARCHES:
         raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask it found")
     # A Hub id has a slash.
-    if "/" not in name and not Path(name).is_dir():
+    if not {"/", "\\"} & {*name} and not Path(name).is_dir():
         raise nearest("mask", name, (*PATTERNS, *SEARCHES))
     try:
+        check_path(name)
         return SparseMask.from_pretrained(name, **hub_arguments)
     except (OSError, HTTPError) as error:
         reason = explained(error) if isinstance(error, HTTPError) else error
@@ -243,8 +244,8 @@ def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> Non
 
 def detach(model: Model) -> Model:
     """
-    Remove the mask: the model becomes what it was before [`attach`], with its current weights. Save it in a folder
-    without the mask: mask files that are already in a folder stay there, and are loaded together with the weights.
+    Remove the mask: the model becomes what it was before [`attach`], with its current weights. Saved or pushed in the
+    place of a model with a mask, it also replaces that mask, unless the plugin is disabled.
 
     Args:
         model (`PreTrainedModel`): A model that [`attach`] gave a mask.

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from ..hub import check_available, check_path, read_config
+from ..hub import check_available, check_path, naming_the_file, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from . import stock_loading
@@ -77,6 +77,7 @@ def warn_of_modules(source: str | PathLike, **hub_arguments: Any) -> None:
         )
 
 
+@naming_the_file()
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
     Load a model with its mask, frozen or still being searched: a SparseBERT, a model that [`attach`] gave a mask, or

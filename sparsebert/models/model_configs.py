@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..attention.backends import check_returns_attentions
 from ..attention.choosing.choice import SAVED_NAME, TWINS, sparse_name
 from ..files import replace_files
-from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
+from ..masks.mask_files import CODE_NAME, MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
 
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ else:
 
 logger = logging.get_logger(__name__)
 
-CODE_PATH = Path(__file__).parent / "bert" / "modeling_frozen_sparsebert.py"
+CODE_PATH = Path(__file__).parent / "bert" / CODE_NAME
 
 # The classes of transformers that load a BERT, and what follows "Bert" or "SparseBert" in the name of what they load.
 AUTO_CLASSES = {

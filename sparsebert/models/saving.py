@@ -8,16 +8,19 @@ import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..files import replace_files
 from ..learning.mask_description import OWN_FIELDS, search_file
-from ..masks.mask_cards import CARD_NAME
+from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import (
+    CODE_NAME,
     MASK_CONFIG_NAME,
     MASK_LOGITS_NAME,
     MASK_PROBS_NAME,
     MASK_WEIGHTS_NAME,
     SEARCH_CONFIG_NAME,
+    own_state,
 )
 from ..masks.pushing import push_folder
 from ..masks.sparse_mask import SparseMask
@@ -27,6 +30,8 @@ from .model_cards import save_model_card
 from .model_configs import Derived
 from .sparse_attention import SparseAttention, get_sparse_attention
 
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     _ModelBase = PreTrainedModel
@@ -52,6 +57,28 @@ def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
         weights = safetensors.torch.save({"mask_logits": logits})
         replace_files(
             {folder / SEARCH_CONFIG_NAME: search_file(sparse_attention.config), folder / MASK_LOGITS_NAME: weights}
+        )
+
+
+def remove_mask(folder: Path, adapter: bool) -> None:
+    """
+    Remove the mask of a model, or of an adapter, that one without a mask is about to replace in a folder, with the
+    code and the card that are about it. A mask that is there alone, or beside what is not replaced, stays.
+    """
+    has_model = (folder / CONFIG_NAME).is_file()
+    if has_model if adapter else not has_model:
+        return
+    if adapter and not (folder / ADAPTER_CONFIG_NAME).is_file():
+        return
+    stale = own_state(folder)
+    if stale or (folder / CODE_NAME).is_file():
+        if own_card(folder / CARD_NAME) is not None:
+            stale.add(CARD_NAME)
+        for name in (*stale, CODE_NAME):
+            (folder / name).unlink(missing_ok=True)
+        logger.warning(
+            f"{folder}: the mask that was saved here is removed, since the {'adapter' if adapter else 'model'} that "
+            "replaces its own has none."
         )
 
 
@@ -164,7 +191,8 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         card = Path(working_dir) / CARD_NAME
         tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags if card.is_file() else None
         card.unlink(missing_ok=True)
-        save_model_card(self, Path(working_dir))
+        if (Path(working_dir) / CONFIG_NAME).is_file():  # which there is none of beside an adapter
+            save_model_card(self, Path(working_dir))
         arguments |= {"commit_message": commit_message or "Upload model", "tags": tags}
         return push_folder(working_dir, repo_id, **arguments, replaced=self._contradicting_files())[0]
 

@@ -75,9 +75,9 @@ def _plain_config(config, attn_implementation):
     return config, attn_implementation
 
 
-def _may_carry(cls):
+def may_carry(cls: Any) -> bool:
     """Whether the models of a class are stock ones that can carry a mask."""
-    model_type = getattr(cls.config_class, "model_type", None)
+    model_type = getattr(getattr(cls, "config_class", None), "model_type", None)
     remote = cls.__module__.partition(".")[0] == "transformers_modules"  # it knows what to do with its files
     return model_type in ARCHITECTURES and model_type != SparseBertConfig.model_type and not remote
 
@@ -90,7 +90,7 @@ def from_pretrained_with_mask(
     source, *args, **kwargs)` loads the weights; how the mask is used is among the arguments, see [`load`].
     """
     cls = cls.stock_class if issubclass(cls, Derived) else cls
-    if source is None or not _may_carry(cls):
+    if source is None or not may_carry(cls):
         return read(cls, source, *args, **kwargs)
     hub_arguments = hub_arguments_in(kwargs)
     if _resolve_revision is not None and not Path(source).exists():

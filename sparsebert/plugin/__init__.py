@@ -9,13 +9,14 @@ import os
 
 from transformers import PreTrainedModel
 from transformers.integrations import PeftAdapterMixin
+from transformers.utils import PushToHubMixin
 
 from ..attention.interface import register_names, unregister_names
 from ..models import stock_loading
 from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
 from .adapters import load_adapter, save_adapters
 from .replacements import AfterImport, Replacement
-from .stock_models import from_pretrained, save_pretrained
+from .stock_models import from_pretrained, save_pretrained, upload
 
 
 SWITCH = "SPARSEBERT_PLUGIN"
@@ -34,7 +35,8 @@ def enable() -> None:
     `SPARSEBERT_PLUGIN` is `0`; a second call changes nothing.
 
     - `from_pretrained` of stock models attaches the mask beside the weights, and loads other models as before;
-      `save_pretrained` of a model made of several saves the masks of its parts, too, which are attached with it.
+      `save_pretrained` of a model made of several saves the masks of its parts, too, which are attached with it. That
+      and `push_to_hub` of a model without a mask remove the mask of the one that it replaces.
     - PEFT saves the mask of a model with its adapters, and attaches it with them. PEFT itself is not imported.
     - `Auto*` classes know the model type `sparsebert`, and `attn_implementation` the names of the backends.
     """
@@ -44,6 +46,7 @@ def enable() -> None:
     register_names()
     _replaced.append(Replacement(PreTrainedModel, "from_pretrained", from_pretrained))
     _replaced.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
+    _replaced.append(Replacement(PushToHubMixin, "_upload_modified_files", upload))
     _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
     _replaced.append(AfterImport("peft", _extend_peft))
     stock_loading.finds_masks = True

@@ -1,6 +1,5 @@
 """A mask travels in the folder of an adapter that was trained with it, and is attached when PEFT loads the adapter."""
 
-import inspect
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -21,7 +20,8 @@ from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.attaching import attach_saved
 from ..models.parts import warn_of_parts
-from ..models.saving import save_with_adapter
+from ..models.saving import remove_mask, save_with_adapter
+from .replacements import by_name
 
 
 logger = logging.get_logger(__name__)
@@ -128,17 +128,17 @@ def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
     """What `save_pretrained` of a model of PEFT does while the plugin is enabled."""
-    result = stock(model, save_directory, *args, **kwargs)
     arguments = by_name(stock, model, save_directory, *args, **kwargs)
-    if arguments.get("is_main_process", True) and sparse_attention_of(model) is not None:
-        for name in arguments.get("selected_adapters") or model.peft_config:
-            save_with_adapter(sparse_attention_of(model, name), Path(save_directory, "" if name == DEFAULT else name))
+    folders = {}
+    if arguments.get("is_main_process", True):
+        names = arguments.get("selected_adapters") or model.peft_config
+        folders = {name: Path(save_directory, "" if name == DEFAULT else name) for name in names}
+    if dense := sparse_attention_of(model) is None:
+        for folder in folders.values():
+            remove_mask(folder, adapter=True)
+    result = stock(model, save_directory, *args, **kwargs)
+    for name, folder in {}.items() if dense else folders.items():
+        save_with_adapter(sparse_attention_of(model, name), folder)
     if isinstance(inner := without_adapters(model), PreTrainedModel):
         warn_of_parts(inner)
     return result
-
-
-def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names."""
-    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    return arguments | arguments.pop("kwargs", {})

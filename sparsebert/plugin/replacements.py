@@ -1,10 +1,17 @@
 """Methods of other libraries' classes that run something of ours until that is undone."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from typing import Any
+
+
+def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by their names, without those that are not given."""
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    return arguments | arguments.pop("kwargs", {})
 
 
 class Replacement:

@@ -5,13 +5,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME
-from ..attention.model_masks import sparse_attention_of
+from ..attention.model_masks import sparse_attention_of, without_adapters
+from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, parts_named_in
 from ..masks.mask_sources import IF_THERE, find_descriptions, hub_arguments_in
+from ..masks.pushing import DESCRIPTIONS, own_descriptions, public_content, push_folder
 from ..models.parts import (
     check_names,
     forget_in_parts,
@@ -21,9 +24,10 @@ from ..models.parts import (
     save_parts,
     warn_of_parts,
 )
-from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin
-from ..models.stock_loading import from_pretrained_with_mask
-from .adapters import attach_mask_of_adapter, by_name
+from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin, remove_mask
+from ..models.stock_loading import from_pretrained_with_mask, may_carry
+from .adapters import attach_mask_of_adapter
+from .replacements import by_name
 
 
 def from_pretrained(
@@ -80,13 +84,19 @@ def _attach_parts(model, source, names, arguments):
 
 
 def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save the masks of a model's parts, too, of which [`SparseModelMixin`] knows nothing."""
+    """
+    Save the masks of a model's parts, too, of which [`SparseModelMixin`] knows nothing. Remove that of the model which
+    one without a mask replaces.
+    """
     given = by_name(stock, model, *args, **kwargs)
     folder, parts = Path(given["save_directory"]), parts_with_mask(model)
-    if getattr(model, "_hf_peft_config_loaded", False):
+    is_main, adapter = given.get("is_main_process", True), getattr(model, "_hf_peft_config_loaded", False)
+    if is_main and may_carry(type(model)) and sparse_attention_of(model) is None:
+        remove_mask(folder, adapter)
+    if adapter:
         warn_of_parts(model)
         return stock(model, *args, **kwargs)
-    known = parts_named_in(folder / CONFIG_NAME) if given.get("is_main_process", True) else []
+    known = parts_named_in(folder / CONFIG_NAME) if is_main else []
     if not (parts or known or PARTS_FIELD in vars(model.config)):
         return stock(model, *args, **kwargs)
     for part in parts.values():
@@ -100,8 +110,37 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
         hub = {name: given.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in given}
     with named_in_config(model.config, list(parts)):
         result = stock(model, **given)
-    if given.get("is_main_process", True):
+    if is_main:
         save_parts(parts, folder)
     if push:
         model.push_to_hub(**{"repo_id": folder.name} | hub, token=given.get("token"))
     return result
+
+
+def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) -> Any:
+    """
+    The last step of `push_to_hub`. If the repository has a mask or search that a model or adapter lacks, its one
+    commit also deletes that, and what is about it. Models with a mask have a step of their own.
+    """
+    inner = without_adapters(pushed)
+    if not isinstance(inner, PreTrainedModel):
+        return stock(pushed, *args, **kwargs)
+    arguments = by_name(stock, pushed, *args, **kwargs)
+    folder, repo_id, before = Path(arguments["working_dir"]), arguments["repo_id"], arguments["files_timestamps"]
+    given = {name: arguments.get(name) for name in ("token", "revision", "create_pr", "commit_description")}
+    names = {path.name for path in folder.iterdir() if before.get(path.name, 0) < path.stat().st_mtime}
+    for path in (path for name in DESCRIPTIONS for path in folder.rglob(name)):
+        if path.relative_to(folder).parts[0] in names:  # made for the push
+            path.write_bytes(public_content(path))
+    if not may_carry(type(inner)):
+        return stock(pushed, *args, **kwargs)
+    if inner is pushed:
+        names.discard(CARD_NAME)  # that of the repository, which transformers has written there
+    api, revision = HfApi(token=given["token"]), given["revision"]
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    there = {*api.list_repo_files(repo_id, revision=revision)} - names
+    if not own_descriptions(api, repo_id, there & {*DESCRIPTIONS}, revision):
+        return stock(pushed, *args, **kwargs)
+    message = arguments.get("commit_message") or "Upload model"
+    return push_folder(folder, repo_id, commit_message=message, names=names, **given)[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import sparsebert
+from sparsebert import _import_path
 from sparsebert.analysis.pictures.mask_pictures import plot_heads
 from sparsebert.commands import VERBS, main, parse
 from sparsebert.commands._help import CHOICES, WIDTH, choices, explanations
@@ -130,6 +131,36 @@ def test_programs_refuse_in_one_line(program, monkeypatch, capsys):
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert len(said.err.splitlines()) == 1 and "'--serach'" in said.err
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("python -m sparsebert plan", True), ("python -X dev -um sparsebert", True), ("python -msparsebert", True),
+        ("python -m sparsebert.__main__", True), ("python -m other -m sparsebert", False), ("python -m", False),
+        ("python run.py -m sparsebert", True), ("python -m sparseberts", False), ("python", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["elsewhere", "checkout", "safe"])
+def test_the_current_folder_is_no_place_for_modules(words, expected, place, monkeypatch, tmp_path):
+    """Where a file of the name of a package would run. The package itself may lie there."""
+    monkeypatch.chdir(ROOT if place == "checkout" else tmp_path)
+    here = "/bin" if place == "safe" else os.getcwd()
+    monkeypatch.setattr(sys, "orig_argv", words.split())
+    for argument, left in (("-m", expected and place == "elsewhere"), ("run.py", False)):
+        monkeypatch.setattr(sys, "path", [here, "/lib"])
+        monkeypatch.setattr(sys, "argv", [argument])
+        _import_path.leave_current_folder()
+        assert sys.path == (["/lib"] if left else [here, "/lib"])
+
+
+def test_the_command_runs_beside_planted_modules(tmp_path):
+    for name in ("torch", "transformers", "typing_extensions", "studies"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')")
+    words = [sys.executable, "-m", "sparsebert", "--version"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, sparsebert.__version__), done.stderr
 
 
 @pytest.mark.slow

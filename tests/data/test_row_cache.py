@@ -205,6 +205,35 @@ def test_other_errors_are_not_blamed_on_the_cache(word_tokenizer, tmp_path):
     assert not files(tmp_path / "cache") and not list(tmp_path.rglob("*.incomplete"))
 
 
+@pytest.mark.parametrize("content", [b"", b"no rows", b"ARROW1"])
+def test_a_damaged_file_is_named(word_tokenizer, text, tmp_path, content):
+    def read():
+        train_tokenizer(load_documents(text), 150, cache_dir=tmp_path)
+        return pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path)
+
+    rows = len(read())
+    for path in [path for path in (tmp_path / "sparsebert").iterdir() if path.suffix in (".json", ".arrow")]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} is damaged .*: delete it, and it is made again"):
+            read()
+        path.unlink()
+        assert len(read()) == rows
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
+@pytest.mark.parametrize("umask, modes", [(0o022, {0o644, 0o755}), (0o002, {0o664, 0o775})])
+def test_others_may_read_the_cache(word_tokenizer, text, tmp_path, umask, modes):
+    """As far as the umask says: files that are written aside first would often be for their owner alone."""
+    before = os.umask(umask)
+    try:
+        train_tokenizer(load_documents(text), 150, cache_dir=tmp_path)
+        pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path)
+    finally:
+        os.umask(before)
+    found = {path.stat().st_mode & 0o777 for path in (tmp_path / "sparsebert", *tmp_path.glob("sparsebert/*"))}
+    assert found == modes
+
+
 def test_cache_dir_of_a_recipe(pretraining_flags, said, tmp_path):
     """Where a run leaves its rows, and one that cannot be made, which is refused before any work."""
     (tmp_path / "file").write_text("")

@@ -1,12 +1,14 @@
 """Masks and models of the Hub without a connection, and what of them is in the cache."""
 
 import pytest
+from conftest import TINY
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from processes import run_code
+from transformers import BertConfig, BertModel
 from transformers.utils import logging
 
-from sparsebert import SparseBertModel, SparseMask, build_pattern, load
+from sparsebert import SparseBertModel, SparseMask, attach, build_pattern, load
 from sparsebert.analysis.saved_runs import read_run
 from sparsebert.hub import HubArguments, check_available, check_path
 
@@ -123,6 +125,10 @@ def test_a_revision_is_that_of_the_sources_on_the_hub(tmp_path):
         given.hub_arguments(str(tmp_path))
 
 
-def test_a_name_with_a_slash_at_its_end_is_a_path():
-    with pytest.raises(FileNotFoundError, match="there is no folder 'nothing/'$"):
-        check_path("nothing/")
+@pytest.mark.parametrize("name", ["nothing/", "C:\\models\\x", "..\\x", "models\\x", "D:/models"])
+def test_a_name_that_no_repository_can_have_is_a_path(name):
+    with pytest.raises(FileNotFoundError, match="there is no folder .*[gx/s]'$"):
+        check_path(name)
+    if "\\" in name:
+        with pytest.raises(ValueError, match="there is no folder"):
+            attach(BertModel(BertConfig(**TINY)), name)

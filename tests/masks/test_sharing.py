@@ -388,6 +388,89 @@ refused(lambda: sparsebert.load("user/dense"), sparsebert.MaskFileError, "user/d
         assert [files & state for files in commits] == [FROZEN, search, FROZEN]
 
 
+CLAIMS = {*FROZEN, "README.md", "modeling_frozen_sparsebert.py"}
+
+
+@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained", "command"])
+def test_a_dense_model_replaces_one_with_a_mask(hub, client, tmp_path, how):
+    """In one commit: mask, card and code go, notes and the file of another tool stay; the next push asks no more."""
+    repo, folder = f"user/dense_{how}", tmp_path / "model"
+    client.run(f"""
+from huggingface_hub import HfApi
+torch.manual_seed(0)
+bert = transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+sparsebert.attach(bert, "window", mask_length=16).push_to_hub({repo!r})
+for name, content in (("notes.txt", b"mine"), ("search_config.json", b'{{"of": "a tuner"}}')):
+    HfApi().upload_file(path_or_fileobj=content, path_in_repo=name, repo_id={repo!r})
+""")
+    assert CLAIMS <= hub.repos[repo].files.keys()
+    commits = len(hub.repos[repo].commits)
+    client.run("sparsebert.detach(bert)")
+    for _ in range(2):
+        if how == "push_to_hub":
+            client.run(f'bert.push_to_hub({repo!r}, commit_message="Dense", tags=["mine"])')
+        elif how == "save_pretrained":
+            folder.mkdir(exist_ok=True)
+            (folder / "letter.txt").write_text("not asked for")
+            client.run(f"bert.save_pretrained({str(folder)!r}, push_to_hub=True, repo_id={repo!r})")
+        else:
+            client.run(f"bert.save_pretrained({str(folder)!r})")
+            client.done("push", folder, "--repo_id", repo)
+    first, second = hub.repos[repo].commits[commits:]
+    kept = {"config.json", "model.safetensors", "notes.txt", "search_config.json"}
+    assert first - {".gitattributes"} == kept and second - {"README.md", ".gitattributes"} == kept
+    client.run(f"""
+assert type(transformers.AutoModel.from_pretrained({repo!r})) is transformers.BertModel
+bert.push_to_hub("user/no_mask_{how}", revision="v1")
+""")
+    assert "config.json" in hub.repos[f"user/no_mask_{how}"].branches["v1"].files
+
+
+def test_an_adapter_replaces_one_with_a_mask(hub, client):
+    pytest.importorskip("peft")
+    client.run("""
+import peft
+def adapter(mask):
+    model = tiny() if mask is None else sparsebert.attach(tiny(), mask, mask_length=16)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_lin"], r=2))
+for mask in ("window", "dam_s", None):
+    adapter(mask).push_to_hub("user/adapter")
+""")
+    state = FROZEN | {"search_config.json", "mask_logits.safetensors"}
+    commits = [files & state for files in hub.repos["user/adapter"].commits]
+    assert commits == [FROZEN, {"search_config.json", "mask_logits.safetensors"}, set()]
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.repos["user/adapter"].files.keys()
+
+
+def test_no_path_of_this_machine_is_pushed(hub, client, tmp_path):
+    """The model of a mask is named by its folder where that is used, and not at all in a repository."""
+    pytest.importorskip("peft")
+    client.run(f"""
+import peft
+tiny().save_pretrained({str(tmp_path / "base")!r})
+read = lambda: transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path / "base")!r})
+made = sparsebert.attach(read(), "dam_s", mask_length=16)
+made.push_to_hub("user/paths_search")
+mask = made.freeze(sparsity=0.5)
+mask.save_pretrained({str(tmp_path / "mask")!r})
+made.save_pretrained({str(tmp_path / "model")!r})
+made.push_to_hub("user/paths")
+mask.push_to_hub("user/paths_mask")
+loaded = sparsebert.SparseMask.from_pretrained("user/paths_mask")
+assert loaded == mask and loaded.metadata["base_model"] is None
+assert sparsebert.load("user/paths_search").sparse_attention.searching
+sparsebert.attach(read(), {str(tmp_path / "mask")!r}, strict=True)
+lora = peft.LoraConfig(target_modules=["q_lin"], r=2)
+peft.get_peft_model(sparsebert.attach(read(), mask), lora).push_to_hub("user/paths_adapter")
+""")
+    client.done("push", tmp_path / "model", "--repo_id", "user/paths_run")
+    for repo in ("paths_search", "paths", "paths_mask", "paths_run", "paths_adapter"):
+        for name in ("mask_config.json", "search_config.json"):
+            if name in hub.repos[f"user/{repo}"].files:
+                assert str(tmp_path).encode() not in hub.read(f"user/{repo}", name), (repo, name)
+    assert str(tmp_path / "base") in (tmp_path / "model" / "mask_config.json").read_text()
+
+
 def test_a_run_replaces_the_files_of_another(hub, client, tmp_path):
     """But not those of a user. Weights are never beside other weights, one of which would be loaded."""
     client.run(f"""
@@ -517,6 +600,35 @@ def test_a_pull_that_fails_never_looks_complete(hub, client, shared, tmp_path, w
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("subfolder", [None, "star-80"])
+def test_a_pull_refuses_a_mask_that_cannot_be_read(hub, client, tmp_path, subfolder):
+    """What arrived is what the Hub has, of which a byte was changed there."""
+    repo, output = f"user/changed_{subfolder}", tmp_path / "out"
+    path = f"{subfolder}/mask.safetensors" if subfolder else "mask.safetensors"
+    client.run(f"""
+mask_of("star").push_to_hub({repo!r}, subfolder={subfolder!r})
+from huggingface_hub import HfApi, hf_hub_download
+content = bytearray(open(hf_hub_download({repo!r}, {path!r}), "rb").read())
+content[-1] ^= 1
+HfApi().upload_file(path_or_fileobj=bytes(content), path_in_repo={path!r}, repo_id={repo!r})
+""")
+    for words in ([], ["--subfolder", subfolder] if subfolder else []):
+        said = client.refused("pull", repo, "--output_dir", output, *words, code=2)
+        assert f"{repo}: {path}: not the file that" in said and f"nothing was written to {output}" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_the_connection_name_the_file_in_python(hub, client, shared):
+    """One of the Hub about a revision names that, too."""
+    check = """
+for call in (sparsebert.SparseMask.from_pretrained, sparsebert.load):
+    refused(lambda: call("user/shared", **{fields}), OSError, *{parts})
+"""
+    client.run(check.format(fields={"revision": "v9"}, parts=["user/shared: there is no revision 'v9'"]))
+    hub.faults.append(Fault("GET .*/resolve/.*", "cut"))
+    client.run(check.format(fields={"force_download": True}, parts=["user/shared: ", "the connection to", "again"]))
+
+
 @pytest.mark.parametrize("killed", ["before the new folder", "after it"])
 def test_a_pull_that_was_killed_while_it_replaced_goes_on(client, shared, tmp_path, killed):
     output, aside = tmp_path / "out", tmp_path / ".out.unfinished"
@@ -580,9 +692,10 @@ def test_wrong_names_and_tokens_are_one_line(hub, client, shared, tmp_path):
     mask = tmp_path / "mask"
     for words, parts in (
         (["pull", "user/nowhere", "--output_dir", out], ["user/nowhere: there is no such repository"]),
-        (["pull", shared, "--revision", "v9", "--output_dir", out], ["user/shared: there is no such revision"]),
+        (["pull", shared, "--revision", "v9", "--output_dir", out], ["user/shared: there is no revision 'v9'"]),
         (["pull", shared, "--token", "hf_no", "--output_dir", out], ["user/shared: not allowed", "hf auth login"]),
         (["push", mask, "--repo_id", "user/x", "--token", "hf_no"], ["the new repository: not allowed", "auth login"]),
+        (["plan", shared, "--revision", "v9"], ["user/shared: there is no revision 'v9'"]),
         (["masks", "user/nowhere"], ["user/nowhere: there is no such repository"]),
         (["masks", shared, "--token", "hf_no"], ["user/shared: not allowed"]),
     ):

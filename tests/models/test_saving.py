@@ -22,6 +22,7 @@ from sparsebert import (
     build_pattern,
     detach,
     load,
+    plugin,
 )
 from sparsebert.analysis.saved_runs import read_run
 from sparsebert.learning.mask_description import MASK_FORMS
@@ -254,13 +255,40 @@ def test_a_model_without_a_mask_saved_over_one_with_it_is_noticed(tmp_path, capl
     stock = detach(loaded)
     with torch.no_grad():
         stock.encoder.layer[0].output.dense.bias += 1e-3
+    plugin.disable()  # as in a process without this package
     stock.save_pretrained(tmp_path)
+    plugin.enable()
     again = load(tmp_path)
     assert "the weights are not those that the mask was saved with" in caplog.text
     caplog.clear()
     again.save_pretrained(tmp_path)
     load(tmp_path)
     assert "weights" not in caplog.text
+
+
+@pytest.mark.parametrize("state", ["window", "dam_s", "own"])
+def test_a_model_without_a_mask_replaces_one_with_it(tmp_path, caplog, state):
+    """With its mask, code and card; the files of others stay, and so does a mask that no model was saved with."""
+    model = SparseBertModel(SparseBertConfig(**ONE_LAYER)) if state == "own" else attached_bert(state)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "metrics.json").write_text("{}")
+    stock = BertModel(BertConfig(**ONE_LAYER)) if state == "own" else detach(model)
+    stock.save_pretrained(tmp_path, is_main_process=False)
+    assert (tmp_path / "README.md").is_file()
+    for told in (True, False):
+        caplog.clear()
+        stock.save_pretrained(str(tmp_path))
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"config.json", "model.safetensors", "notes.txt", "metrics.json"}
+        assert (f"{tmp_path}: the mask that was saved here is removed" in caplog.text) is told
+    assert type(AutoModel.from_pretrained(tmp_path)) is BertModel
+    attached_bert("window").save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# Mine")
+    (tmp_path / "search_config.json").write_text('{"of": "a tuner"}')
+    stock.save_pretrained(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()} - names
+    assert kept == {"README.md", "search_config.json"}
 
 
 def test_a_mask_written_beside_any_weights_is_no_cause_for_a_warning(tmp_path, caplog):

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import accelerate
@@ -306,7 +307,8 @@ def test_mask_beside_changed_weights_is_warned_of(said, tmp_path):
     with torch.no_grad():
         detach(model).bert.pooler = None
         model.cls.predictions.bias.add_(1)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "dense")
+    shutil.copytree(tmp_path / "dense", tmp_path, dirs_exist_ok=True)
     for loader, kind in ((AutoModel, AttachedModel), (SparseBertModel, SparseBertModel)):
         said.clear()
         assert isinstance(loader.from_pretrained(tmp_path), kind)
@@ -501,6 +503,30 @@ def test_mask_of_an_adapter_and_of_its_base(peft, said, tmp_path):
             assert loader.from_pretrained(tmp_path / name).sparse_attention.mask == mask
     peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "other")
     assert "the adapter was trained with another mask than that of the model" in said.text
+
+
+@pytest.mark.parametrize("library", ["peft", "transformers"])
+def test_an_adapter_without_a_mask_replaces_one_with_it(peft, library, state, tmp_path):
+    """Its mask or search goes; that of a model in the same folder, or that is there alone, stays."""
+    model = peft.get_peft_model(with_mask(stock_model(), state), lora(peft))
+    model.add_adapter("second", lora(peft))
+    model.save_pretrained(tmp_path / "all")
+    dense = stock_model()
+    if library == "peft":
+        dense = peft.get_peft_model(dense, lora(peft))
+    else:
+        dense.add_adapter(lora(peft))
+    dense.save_pretrained(tmp_path / "all")
+    masks = [path for path in (tmp_path / "all").rglob("*") if path.name.startswith(("mask", "search"))]
+    assert masks and {path.parent.name for path in masks} == {"second"}
+    loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path / "all")
+    assert loaded.get_base_model().base_model._modules.keys() == stock_model().base_model._modules.keys()
+    with_mask(stock_model(), state).save_pretrained(tmp_path / "model")
+    build_pattern("window", LENGTH, 4).save_pretrained(tmp_path / "alone")
+    for folder in (tmp_path / "model", tmp_path / "alone"):
+        before = {path.name for path in folder.iterdir()}
+        dense.save_pretrained(folder)
+        assert before <= {path.name for path in folder.iterdir()}
 
 
 def test_adapters_with_names_bring_their_mask(peft, tmp_path):

@@ -29,7 +29,9 @@ TIMEOUT = 600.0
 # The package is imported as this process found it, be it from a file (a kernel of the Hub), and the user's program is
 # not run again.
 _PROGRAM = """
-import importlib.util, json, sys
+import sys
+sys.path.remove("") if "" in sys.path else None
+import importlib.util, json
 sys.path[:], (name, file), module = json.loads(sys.argv[1])
 spec = importlib.util.spec_from_file_location(name, file)
 sys.modules[name] = importlib.util.module_from_spec(spec)
