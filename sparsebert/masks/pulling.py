@@ -92,9 +92,9 @@ def pull_folder(
             shutil.rmtree(place / ".cache", ignore_errors=True)
             try:
                 check_undamaged(place / within)
-                for path in mask_paths(place / within):
-                    if not is_of_another_tool(place / within / path / MASK_CONFIG_NAME):
-                        SparseMask.from_pretrained(place / within / path)
+                for inner in mask_paths(place / within):
+                    if not is_of_another_tool(place / within / inner / MASK_CONFIG_NAME):
+                        SparseMask.from_pretrained(place / within / inner)
             except ValueError as error:
                 shutil.rmtree(aside)
                 said = str(error).replace(f"{place}{os.sep}", "")

@@ -127,7 +127,7 @@ def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) ->
         return stock(pushed, *args, **kwargs)
     arguments = by_name(stock, pushed, *args, **kwargs)
     folder, repo_id, before = Path(arguments["working_dir"]), arguments["repo_id"], arguments["files_timestamps"]
-    given = {name: arguments.get(name) for name in ("token", "revision", "create_pr", "commit_description")}
+    given: Any = {name: arguments.get(name) for name in ("token", "revision", "create_pr", "commit_description")}
     names = {path.name for path in folder.iterdir() if before.get(path.name, 0) < path.stat().st_mtime}
     for path in (path for name in DESCRIPTIONS for path in folder.rglob(name)):
         if path.relative_to(folder).parts[0] in names:  # made for the push
