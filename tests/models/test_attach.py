@@ -395,8 +395,8 @@ def test_load_of_a_folder_without_a_mask(tmp_path):
     (tmp_path / "search_config.json").write_text("[")
     with pytest.raises(MaskFileError, match="not a search"):
         load(tmp_path)
+    base_model("bert").save_pretrained(tmp_path)  # without the search, which is removed
     (tmp_path / "search_config.json").write_text('{"search": "dam_s"}')
-    base_model("bert").save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="lack sparse_attention.mask_logits"):
         load(tmp_path)
 
