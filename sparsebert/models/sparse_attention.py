@@ -66,6 +66,7 @@ class SparseAttention(Float32Module):
         weights_wanted (`bool`): Whether training runs on a backend that returns attention probabilities.
         places (`tuple` of `str`): Names of the attention modules in the base model, once it is attached.
         lists (`dict`): Lengths of the lists of layers in the base model by name, likewise.
+        masks_of_adapters (`dict`): Frozen masks by the name of PEFT's adapters that were loaded with them.
     """
 
     mask_logits: nn.Parameter | None
@@ -93,6 +94,7 @@ class SparseAttention(Float32Module):
         self._scheduled = self.weights_wanted = False
         self.places: tuple[str, ...] = ()
         self.lists: dict[str, int] = {}
+        self.masks_of_adapters: dict[str, SparseMask] = {}
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:

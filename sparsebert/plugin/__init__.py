@@ -14,7 +14,7 @@ from transformers.utils import PushToHubMixin
 from ..attention.interface import register_names, unregister_names
 from ..models import stock_loading
 from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
-from .adapters import load_adapter, save_adapters
+from .adapters import load_adapter, save_adapters, set_adapter
 from .replacements import AfterImport, Replacement
 from .stock_models import from_pretrained, save_pretrained, upload
 
@@ -48,12 +48,14 @@ def enable() -> None:
     _replaced.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
     _replaced.append(Replacement(PushToHubMixin, "_upload_modified_files", upload))
     _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
+    _replaced.append(Replacement(PeftAdapterMixin, "set_adapter", set_adapter))
     _replaced.append(AfterImport("peft", _extend_peft))
     stock_loading.finds_masks = True
 
 
 def _extend_peft(peft):
     _replaced.append(Replacement(peft.PeftModel, "load_adapter", load_adapter))
+    _replaced.append(Replacement(peft.PeftModel, "set_adapter", set_adapter))
     _replaced.append(Replacement(peft.PeftModel, "save_pretrained", save_adapters))
 
 

@@ -47,7 +47,7 @@ def attach_mask_of_adapter(
     check_subfolder(hub_arguments.get("subfolder"))
     check_architecture(inner.config.model_type)
     if found.mask is not None:
-        _attach_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
+        _attach_frozen(model, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
         return
     assert found.search is not None
     fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
@@ -87,9 +87,14 @@ def attach_mask_of_adapter(
 def _attach_frozen(model, source, mask, adapter):
     sparse_attention = sparse_attention_of(model, adapter)
     if sparse_attention is None:
-        attach_saved(source, model, mask)
+        attach_saved(source, without_adapters(model), mask)
         return
     if sparse_attention.mask == mask:
+        return
+    active = _active(model)
+    if sparse_attention.mask is not None and active and adapter not in active:
+        _remember_mask(model)
+        sparse_attention.masks_of_adapters[adapter] = sparse_attention.config.used(mask)
         return
     if sparse_attention.mask is not None or sparse_attention.searching:
         logger.warning(
@@ -114,8 +119,39 @@ def _read_logits(source, hub_arguments):
         raise MaskFileError(f"{path}: not the logits of a search ({error!r})") from error
 
 
+def _active(model):
+    """Names of the active adapters of a model of PEFT or transformers."""
+    found = getattr(model, "active_adapters", ())
+    try:
+        return list(found() if callable(found) else found)
+    except ValueError:  # of transformers, which has no adapter
+        return []
+
+
+def _remember_mask(model):
+    """Remember the mask that a model has now as that of its active adapters."""
+    sparse_attention = sparse_attention_of(model)
+    for name in _active(model):
+        sparse_attention.masks_of_adapters[name] = sparse_attention.mask
+
+
+def set_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `set_adapter` of a model of PEFT or transformers does while the plugin is enabled: the mask goes along."""
+    sparse_attention = sparse_attention_of(model)
+    masks = getattr(sparse_attention, "masks_of_adapters", {})
+    if masks and sparse_attention.mask is not None:
+        _remember_mask(model)
+    result = stock(model, *args, **kwargs)
+    for name in _active(model) if masks and sparse_attention is sparse_attention_of(model) else ():
+        if masks.get(name) not in (None, sparse_attention.mask):
+            sparse_attention.set_mask(masks[name], search=masks[name].metadata.get("search"))
+    return result
+
+
 def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """What `load_adapter` of a model of PEFT or transformers does while the plugin is enabled."""
+    if getattr(sparse_attention_of(model), "mask", None) is not None:
+        _remember_mask(model)
     result = stock(model, *args, **kwargs)
     arguments = by_name(stock, model, *args, **kwargs)
     source = arguments.get("model_id", arguments.get("peft_model_id"))
@@ -138,7 +174,12 @@ def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *a
             remove_mask(folder, adapter=True)
     result = stock(model, save_directory, *args, **kwargs)
     for name, folder in {}.items() if dense else folders.items():
-        save_with_adapter(sparse_attention_of(model, name), folder)
+        sparse_attention = sparse_attention_of(model, name)
+        other = None if name in _active(model) else sparse_attention.masks_of_adapters.get(name)
+        if other is None:
+            save_with_adapter(sparse_attention, folder)
+        else:
+            other.save_pretrained(folder)
     if isinstance(inner := without_adapters(model), PreTrainedModel):
         warn_of_parts(inner)
     return result

@@ -32,6 +32,7 @@ from sparsebert import (
     SparseBertConfig,
     SparseBertForMaskedLM,
     SparseBertModel,
+    SparseMask,
     attach,
     build_pattern,
     detach,
@@ -39,6 +40,7 @@ from sparsebert import (
     load,
     sparsity,
 )
+from sparsebert.attention.model_masks import without_adapters
 from sparsebert.models.attaching import AttachedModel
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
 from sparsebert.training.finetuning.task_data import prepare
@@ -503,6 +505,26 @@ def test_mask_of_an_adapter_and_of_its_base(peft, said, tmp_path):
             assert loader.from_pretrained(tmp_path / name).sparse_attention.mask == mask
     peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "other")
     assert "the adapter was trained with another mask than that of the model" in said.text
+
+
+@pytest.mark.parametrize("library", ["peft", "transformers"])
+def test_the_mask_is_that_of_the_active_adapter(peft, library, tmp_path):
+    masks = {"a": build_pattern("window", LENGTH, 4), "b": build_pattern("dense", LENGTH, 4)}
+    for name, mask in masks.items():
+        peft.get_peft_model(attach(stock_model(), mask), lora(peft)).save_pretrained(tmp_path / name)
+    if library == "peft":
+        model = peft.PeftModel.from_pretrained(stock_model(), tmp_path / "a", adapter_name="a")
+        model.load_adapter(tmp_path / "b", "b")
+        assert without_adapters(model).sparse_attention.mask == masks["a"]  # which is still active
+        model.save_pretrained(tmp_path / "both")
+        assert [SparseMask.from_pretrained(tmp_path / "both" / name) for name in masks] == list(masks.values())
+    else:
+        model = stock_model()
+        for name in masks:
+            model.load_adapter(str(tmp_path / name), name)
+    for name in ("b", "a", "b", "a"):
+        model.set_adapter(name)
+        assert without_adapters(model).sparse_attention.mask == masks[name]
 
 
 @pytest.mark.parametrize("library", ["peft", "transformers"])
