@@ -21,14 +21,14 @@ def check_layers(model: PreTrainedModel) -> None:
     other encoders in the model, which stay dense.
     """
     model_type, base = model.config.model_type, model.base_model
-    parts = _parts(model)
+    parts = carriers_in(model)
     if model_type not in ARCHITECTURES and parts:
         raise ValueError(
             f"a {type(model).__name__} cannot carry a mask itself: attach one to its parts, {', '.join(parts)}"
         )
     check_architecture(model_type)
     found = attention_modules(model)
-    nested = [name for name, part in _parts(base).items() if any(is_inside(place, name) for place in found)]
+    nested = [name for name, part in carriers_in(base).items() if any(is_inside(place, name) for place in found)]
     if nested:
         raise ValueError(
             f"the encoder of {type(model).__name__} cannot be found by its base_model_prefix "
@@ -58,7 +58,7 @@ def is_inside(name: str, part: str) -> bool:
     return name.startswith(f"{part}.")
 
 
-def _parts(model: nn.Module) -> dict[str, PreTrainedModel]:
+def carriers_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     """The outermost models inside a model, by name, that can carry a mask of their own."""
     parts: dict[str, PreTrainedModel] = {}
     for name, part in model.named_modules():

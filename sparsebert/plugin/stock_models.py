@@ -15,6 +15,7 @@ from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, parts_named_in
 from ..masks.mask_sources import IF_THERE, find_descriptions, hub_arguments_in
 from ..masks.pushing import DESCRIPTIONS, own_descriptions, public_content, push_folder
+from ..models.coverage import carriers_in
 from ..models.parts import (
     check_names,
     forget_in_parts,
@@ -119,8 +120,8 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
 
 def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) -> Any:
     """
-    The last step of `push_to_hub`. If the repository has a mask or search that a model or adapter lacks, its one
-    commit also deletes that, and what is about it. Models with a mask have a step of their own.
+    The last step of `push_to_hub`. If the repository has a mask or search that a model, its part or an adapter lacks,
+    its one commit also deletes that, and what is about it. Models with a mask have a step of their own.
     """
     inner = without_adapters(pushed)
     if not isinstance(inner, PreTrainedModel):
@@ -132,7 +133,7 @@ def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) ->
     for path in (path for name in DESCRIPTIONS for path in folder.rglob(name)):
         if path.relative_to(folder).parts[0] in names:  # made for the push
             path.write_bytes(public_content(path))
-    if not may_carry(type(inner)):
+    if not (may_carry(type(inner)) or carriers_in(inner)):
         return stock(pushed, *args, **kwargs)
     if inner is pushed:
         names.discard(CARD_NAME)  # that of the repository, which transformers has written there
@@ -140,7 +141,8 @@ def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) ->
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     there = {*api.list_repo_files(repo_id, revision=revision)} - names
-    if not own_descriptions(api, repo_id, there & {*DESCRIPTIONS}, revision):
+    masks = {name for name in there if "/" not in name or name.startswith(folder_of_part(""))}
+    if not own_descriptions(api, repo_id, masks, revision):
         return stock(pushed, *args, **kwargs)
     message = arguments.get("commit_message") or "Upload model"
     return push_folder(folder, repo_id, commit_message=message, names=names, **given)[0]

@@ -362,6 +362,11 @@ for name in ("pushed", "parts"):
     assert client(["push", tmp_path, "--repo_id", "user/parts"])[0] == 0
     files = set(hub.repos["user/parts"].files)
     assert {f"mask-encoder/{name}" for name in FROZEN} <= files and not any("mask-decoder" in name for name in files)
+    for part, left in ((None, True), ("both.encoder", False)):
+        client.run(f"sparsebert.detach({part})" if part else "")
+        client.run("both.push_to_hub('user/pushed')")
+        files = set(hub.repos["user/pushed"].files)
+        assert any("mask-encoder" in name for name in files) == left and not any("mask-decoder" in n for n in files)
 
 
 def test_a_repository_holds_one_state_of_a_mask(hub, client, tmp_path):
