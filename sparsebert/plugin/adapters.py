@@ -92,17 +92,20 @@ def _attach_frozen(model, source, mask, adapter):
     if sparse_attention.mask == mask:
         return
     active = _active(model)
-    if sparse_attention.mask is not None and active and adapter not in active:
-        _remember_mask(model)
-        sparse_attention.masks_of_adapters[adapter] = sparse_attention.config.used(mask)
-        return
-    if sparse_attention.mask is not None or sparse_attention.searching:
+    waits = sparse_attention.mask is not None and active and adapter not in active
+    if not waits and (sparse_attention.mask is not None or sparse_attention.searching):
         logger.warning(
             f"{source}: the adapter was trained with another mask than that of the model, so the model now uses the "
             "mask of the adapter."
         )
     try:
-        sparse_attention.set_mask(sparse_attention.config.used(mask), search=mask.metadata.get("search"))
+        used = sparse_attention.config.used(mask)
+        used.check_fits(sparse_attention.num_layers, sparse_attention.carrier.num_heads)
+        if waits:
+            _remember_mask(model)
+            sparse_attention.masks_of_adapters[adapter] = used
+        else:
+            sparse_attention.set_mask(used, search=mask.metadata.get("search"))
     except ValueError as error:
         raise MaskFileError(f"{source}: {error}") from error
 

@@ -518,6 +518,9 @@ def test_the_mask_is_that_of_the_active_adapter(peft, library, tmp_path):
         assert without_adapters(model).sparse_attention.mask == masks["a"]  # which is still active
         model.save_pretrained(tmp_path / "both")
         assert [SparseMask.from_pretrained(tmp_path / "both" / name) for name in masks] == list(masks.values())
+        build_pattern("window", LENGTH, 2).write_beside_model(tmp_path / "b")
+        with pytest.raises(MaskFileError, match="2 heads"):  # before it is active
+            model.load_adapter(tmp_path / "b", "c")
     else:
         model = stock_model()
         for name in masks:
