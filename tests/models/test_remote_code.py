@@ -163,7 +163,7 @@ for folder in sorted((root / "served").iterdir()):
         output = model(**inputs_of(folder)[0], output_hidden_states=True, output_attentions=True)
     inside = {name: torch.stack(output.get(name) or ()) for name in ("hidden_states", "attentions")}
     save_file(inside, saved / f"{folder.name}.safetensors")
-    model.set_attn_implementation("sdpa")
+    model = load(folder, auto, attn_implementation="sdpa")
     report[f"{folder.name} sdpa"] = [error_of(model, folder)]
     if folder.name in ("AutoModelForMaskedLM", "attached"):
         model.save_pretrained(saved / folder.name)
