@@ -746,8 +746,8 @@ def run_page(folder, monkeypatch, pool):
     names = {"queries": TEXTS[:2], "documents": [f"{vocabulary} " * 4, vocabulary], "__name__": "__main__"}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S):
         if pool or "pool" not in block:
-            block = block.replace("sentence-transformers/all-MiniLM-L6-v2", str(folder))
-            exec(block.replace("2048, 12,", "2048, 4,").replace("2048", "256").replace("64", "8"), names)
+            block = block.replace("2048, 12,", "2048, 4,").replace("2048", "256").replace("64", "8")
+            exec(block.replace("sentence-transformers/all-MiniLM-L6-v2", str(folder)), names)
     return names
 
 
