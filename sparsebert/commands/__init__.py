@@ -24,6 +24,7 @@ from ..checks import nearest, shortened
 from ..files import is_unicode
 from ..hub import explained
 from ..learning.rank_agreement import MaskMismatchError
+from ..signals import ending_signals, next_one_ends
 from ..version import __version__
 from ._command import Command
 
@@ -82,29 +83,31 @@ _NO_MEMORY = "out of memory|can't allocate memory|CUDNN_STATUS_NOT_SUPPORTED"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. Like SIGINT, it ends a command with what it does in the end: locks and partial files go."""
-
-    exit_code = 128 + signal.SIGTERM
+    """SIGTERM or SIGHUP. Like SIGINT, it ends a command with what it does in the end: locks and partial files go."""
 
     # Codecs reword exceptions that come while they work, but for those with an `__init__` of their own.
-    def __init__(self, message: str = "stopped by SIGTERM") -> None:
-        super().__init__(message)
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 @contextmanager
 def _termination() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-        raise Terminated
+        next_one_ends(previous, number)
+        raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = {number: signal.getsignal(number) for number in ending_signals()}
+    for number in previous:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (`Sequence[str]`, *optional*): What follows the program's name; by default that of this process.
 
     Returns:
-        `int`: 0 if it succeeded, 1 if it failed while running, 2 if the command line, recipe or input is wrong, 130 or
-        143 if a signal stopped it.
+        `int`: 0 if it succeeded, 1 if it failed while running, 2 if the command line, recipe or input is wrong, 129,
+        130 or 143 if a signal stopped it.
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     if isinstance(sys.stdout, io.TextIOWrapper):  # what stands for the output stream need not be a file

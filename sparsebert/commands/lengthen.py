@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..checks import check_choice, check_range
 from ..files import check_other_folder, within
+from ..finite_weights import check_weights
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
@@ -71,6 +72,7 @@ def run(values):
         model = model_class_of(config).from_pretrained(source, **hub_arguments)
     tokenizer = read_tokenizer(source, **hub_arguments)
     warn_of_modules(source, **hub_arguments)
+    check_weights(model, f"model {source}")
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     with written_whole(options.output_dir, options.overwrite) as folder:

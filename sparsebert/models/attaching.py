@@ -1,7 +1,6 @@
 """Attaching a mask to a model, and detaching it: one module, one reference per layer, a class with a `forward`."""
 
 import copy
-import os
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -27,7 +26,7 @@ from .architectures import attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .model_configs import STOCK_NAMED, AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
-from .saving import AttachedModel
+from .saving import AttachedModel, check_base
 from .sparse_attention import SparseAttention, get_sparse_attention
 
 
@@ -79,23 +78,6 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     except (OSError, HTTPError) as error:
         reason = explained(error) if isinstance(error, HTTPError) else error
         raise ValueError(f"mask {name!r} cannot be read as a folder or Hub id: {reason}") from error
-
-
-def _check_base(model: PreTrainedModel, mask: SparseMask, strict: bool) -> None:
-    """Check whether a mask was found for the weights that it is to be used with."""
-    found = tuple(mask.metadata.get(name) for name in ("base_model", "base_model_revision"))
-    here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
-    if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
-        return
-    names = [f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here)]
-    message = f"the mask was found for {names[0]}, this model is {names[1]}"
-    if strict:
-        raise ValueError(f"{message}: with strict=True both must be the same")
-    logger.warning(f"{message}.")
-
-
-def _same_folder(one, other):
-    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)
 
 
 def warn_of_changed_weights(source: str | PathLike, description: Path, hint: str = "") -> None:
@@ -177,7 +159,7 @@ def attach(
         fields["search" if given in SEARCHES else "pattern"] = given
     else:
         mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search, **hub_arguments)
-        _check_base(inner, mask, strict)
+        check_base(inner, mask, strict)
     if (
         given in SEARCHES
         and inner.device.type == "meta"

@@ -1,5 +1,6 @@
 """What all models with a mask have in common, and what they save: one state of the mask per folder and repository."""
 
+import os
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,28 @@ def remove_mask(folder: Path, adapter: bool) -> None:
         )
 
 
+def _base_of(mask):
+    """The model that a mask was found for, and its revision."""
+    return tuple(mask.metadata.get(name) for name in ("base_model", "base_model_revision"))
+
+
+def check_base(model: PreTrainedModel, mask: SparseMask, strict: bool = False) -> None:
+    """Check whether a mask was found for the weights that it is to be used with."""
+    found = _base_of(mask)
+    here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
+    if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
+        return
+    names = [f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here)]
+    message = f"the mask was found for {names[0]}, this model is {names[1]}"
+    if strict:
+        raise ValueError(f"{message}: with strict=True both must be the same")
+    logger.warning(f"{message}.")
+
+
+def _same_folder(one, other):
+    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)
+
+
 class SparseModelMixin(MaskedForward, _ModelBase):
     """
     What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
@@ -97,8 +120,14 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         return get_sparse_attention(self)
 
     def set_mask(self, mask: SparseMask) -> None:
-        """Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]."""
+        """
+        Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]. Warns if it was found for another
+        base model than the mask before, and than this model.
+        """
+        before = self.sparse_attention.mask
         self.sparse_attention.set_mask(mask)
+        if before is None or _base_of(before) != _base_of(mask):
+            check_base(self, mask)
 
     def freeze(
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found and named before they are saved, frozen or trained on."""
+"""A training that diverges: what is not finite is found and named before it is saved, frozen or trained on."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,29 +7,13 @@ import torch
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
-
-def _is_bad(name: str, tensor: torch.Tensor) -> bool:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a part of a sharded tensor
-    # Pruning removes entries by logits of -inf.
-    bad = local.isnan() if name.endswith("mask_logits") else ~local.isfinite()
-    return bool(bad.any())
-
-
-def first_bad_weight(model: nn.Module) -> str | None:
-    """Name of the first weight that is not finite, or `None`."""
-    return next((name for name, weight in model.named_parameters() if _is_bad(name, weight.detach())), None)
+from ..finite_weights import first_bad_weight
 
 
 def first_bad_gradient(model: nn.Module) -> str | None:
     """Name of the first weight whose gradient is not finite, or `None`."""
     gradients = ((name, weight.grad) for name, weight in model.named_parameters() if weight.grad is not None)
     return next((name for name, gradient in gradients if not gradient.isfinite().all()), None)
-
-
-def check_weights(model: nn.Module, what: str) -> None:
-    """Check that all weights of a model are finite."""
-    if (name := first_bad_weight(model)) is not None:
-        raise FloatingPointError(f"{what}: {name} is not finite (NaN or infinite)")
 
 
 def diverged(

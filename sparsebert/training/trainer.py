@@ -16,13 +16,14 @@ from transformers.utils import logging
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..data.streams import RowStream
 from ..files import replace_files
+from ..finite_weights import check_weights, first_bad_weight
 from ..learning.learned_mask import is_of_mask
 from ..learning.progressive_pruning import ProgressivePruning
 from ..learning.search_schedule import SearchSchedule
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.bert.masked_token_head import skips_logits
-from .divergence import check_weights, diverged, first_bad_weight
+from .divergence import diverged
 from .hub_trainer import HubTrainer
 from .runs.checkpoint_manifests import whole_checkpoint
 from .runs.resuming import check_checkpoint

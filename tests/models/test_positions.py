@@ -123,6 +123,18 @@ def test_the_command_extends_a_mask_that_has_no_rule_for_it(tmp_path, word_token
     assert load(tmp_path / "out").base_model(torch.ones(1, 64, dtype=torch.long))[0].shape[1] == 64
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_command_refuses_a_model_that_diverged(tmp_path, capsys, word_tokenizer, mask):
+    model = head_model("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.bias[0] = torch.nan
+    (attach(model, "window", mask_length=16) if mask else model).save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 1 and not (tmp_path / "out").exists()
+    assert "layer.0.output.dense.bias is not finite" in capsys.readouterr().err
+
+
 def test_the_command_goes_on_where_it_was_killed(checkpoints, tmp_path):
     for name in ("_lock", "_unfinished.json", "_unfinished/out/config.json"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -179,14 +179,21 @@ def mask_of_another_shape(tiny_config):
 
 
 @row(5, "other base model")
-def other_base_model(caplog):
+def other_base_model(tiny_config, caplog):
     model = BertModel(BertConfig(**TINY))
     model.config.name_or_path = "user/other"
     mask = SparseMask(torch.ones(4, 16, 16, dtype=torch.bool), 16, metadata={"base_model": "user/base"})
     with pytest.raises(ValueError, match="user/base .*user/other .*strict=True"):
         attach(model, mask, strict=True)
     attach(model, mask)
-    assert "found for user/base (revision unknown), this model is user/other" in caplog.text
+    said = "found for user/base (revision unknown), this model is user/other"
+    assert caplog.text.count(said) == 1
+    for other in (attach(BertModel(BertConfig(**TINY)), "dense", mask_length=16), SparseBertModel(tiny_config())):
+        other.config.name_or_path = "user/other"
+        caplog.clear()
+        for _ in range(2):  # once, since then it has a mask of that model
+            other.set_mask(mask)
+        assert caplog.text.count(said) == 1
 
 
 # Inputs
@@ -626,6 +633,11 @@ def sigterm(pretraining_flags, said, tmp_path):
 @row(23, "SIGINT", pytest.mark.slow)
 def sigint(pretraining_flags, said, tmp_path):
     signal_and_resume(signal.SIGINT, 130, pretraining_flags, said, tmp_path)
+
+
+@row(23, "SIGHUP", pytest.mark.slow)
+def sighup(pretraining_flags, said, tmp_path):
+    signal_and_resume(signal.SIGHUP, 129, pretraining_flags, said, tmp_path)
 
 
 @row(23, "second SIGTERM")

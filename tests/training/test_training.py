@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -168,6 +169,26 @@ def test_a_signal_after_the_last_step_is_not_lost(tiny_config, tmp_path):
         assert received == [signal.SIGTERM] and trainer.state.global_step == 3
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_closed_terminal_saves_a_checkpoint_unless_it_is_ignored(tiny_config, tmp_path):
+    """The shell and the terminal both send the signal, and `nohup` has it ignored."""
+    hang_up, before = (
+        At("on_step_begin", lambda *_: signal.raise_signal(signal.SIGHUP)),
+        signal.getsignal(signal.SIGHUP),
+    )
+    for handler, steps in ((signal.SIG_DFL, 1), (signal.SIG_IGN, 3)):
+        signal.signal(signal.SIGHUP, handler)
+        twice = make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path / str(steps), callbacks=[hang_up, hang_up])
+        try:
+            with pytest.raises(TrainingStopped) if steps == 1 else nullcontext() as stopped, StopOnSignal(twice):
+                twice.train()
+            assert signal.getsignal(signal.SIGHUP) == handler and twice.state.global_step == steps
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        if steps == 1:
+            assert stopped.value.exit_code == 129
+            check_whole(tmp_path / "1" / "checkpoint-1")
 
 
 def test_the_limit_of_checkpoints_spares_the_best(tiny_config, tmp_path):

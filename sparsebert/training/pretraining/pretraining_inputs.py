@@ -12,12 +12,12 @@ from ...data.examples import causal_collator, pretraining_collator, pretraining_
 from ...data.packing import PackedCollator
 from ...data.streams import RowStream, open_documents, stream_documents
 from ...data.tokenization import check_tokenizer, train_tokenizer
+from ...finite_weights import check_weights
 from ...hub import HubArguments, mask_arguments, read_tokenizer
 from ...models.attaching import read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.bert.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ...models.bert.token_mixers import fixed_length
-from ..divergence import check_weights
 from ..runs.resuming import rows_record
 from ..runs.run_checks import check_served
 from .pretraining_arguments import PretrainingArguments, check_not_searched

@@ -1,4 +1,4 @@
-"""Stopping on a signal: SIGTERM and SIGINT save a checkpoint and end the run as unfinished."""
+"""Stopping on a signal: SIGTERM, SIGINT and SIGHUP save a checkpoint and end the run as unfinished."""
 
 import signal
 import threading
@@ -8,6 +8,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
+
+from ...signals import ending_signals, next_one_ends
 
 
 logger = logging.get_logger(__name__)
@@ -29,12 +31,10 @@ class TrainingStopped(KeyboardInterrupt):
 
 class StopOnSignal(TrainerCallback):
     """
-    A callback that is also the context manager of a training: on SIGTERM or SIGINT, the step is finished, a checkpoint
-    saved and [`TrainingStopped`] raised. A second signal ends the process at once. Without effect outside the main
-    thread.
+    A callback that is also the context manager of a training: on SIGTERM, SIGINT or SIGHUP, the step is finished, a
+    checkpoint saved and [`TrainingStopped`] raised. A second signal ends the process at once. A SIGHUP that is ignored
+    stays so. Without effect outside the main thread.
     """
-
-    signals = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, trainer: Trainer) -> None:
         self._received = 0
@@ -44,13 +44,15 @@ class StopOnSignal(TrainerCallback):
 
     def _receive(self, number, frame):
         self._received = number
-        for each in self.signals:
-            signal.signal(each, signal.SIG_DFL)
+        next_one_ends(self._previous, number)
         logger.warning(f"{signal.Signals(number).name}: saving a checkpoint; a second signal ends the run at once.")
 
     def __enter__(self) -> "StopOnSignal":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
+            handled = (signal.SIGINT, *ending_signals())
+            self._previous = {number: signal.getsignal(number) for number in handled}
+            for number in handled:
+                signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
