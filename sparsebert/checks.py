@@ -2,12 +2,16 @@
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 
 LARGEST_SEED = 2**32 - 1  # that numpy accepts
+MAX_LAYERS = MAX_HEADS = 1024  # no real model has more
+# What torch says if a CPU or a GPU has no memory left.
+_NO_MEMORY = "out of memory|can't allocate memory|CUDNN_STATUS_NOT_SUPPORTED"
 
 
 def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
@@ -29,6 +33,18 @@ def check_installed(what: str, *packages: str) -> None:
 def shortened(text: str) -> str:
     """A text for a message, without its middle if it has more than 300 characters."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
+
+
+def in_short(error: Exception) -> str:
+    """Type and text of an error, for a message: `repr` may hold all that could not be decoded."""
+    return f"{type(error).__name__}: {shortened(str(error))}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a CPU or a GPU has no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and re.search(_NO_MEMORY, str(error)) is not None
+    )
 
 
 def check_choice(field: str, value: object, allowed: Collection[Any]) -> None:

@@ -288,6 +288,11 @@ def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[T
             raise ValueError(f"{path}: cannot be decompressed: {error}") from error
 
 
+def is_index(path: Path) -> bool:
+    """Whether a file is named as the list of the parts that weights are saved in."""
+    return path.name.endswith(".safetensors.index.json")
+
+
 def is_damaged(path: Path) -> bool:
     """Whether a file of weights, of PyTorch or of JSON cannot be what its name says."""
     try:
@@ -298,7 +303,9 @@ def is_damaged(path: Path) -> bool:
             # TrainingArguments are stored as a pickle of the same format.
             return path.is_file() and not zipfile.is_zipfile(path)
         if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-    except (SafetensorError, ValueError, RecursionError, OSError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # A part with a path would be read from outside the folder.
+            return is_index(path) and not all(Path(name).name == name for name in content["weight_map"].values())
+    except (SafetensorError, ValueError, RecursionError, OSError, AttributeError, KeyError, TypeError):
         return True
     return False

@@ -19,6 +19,8 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 
+from .checks import MAX_HEADS, MAX_LAYERS, in_short, nearest
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -35,8 +37,13 @@ _ADDRESSES = (
     r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)",
     r"/(?P<repo>[^/]+/[^/]+)\.git/.*",
 )
-# Fields of a configuration, by the names that all models know them by.
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# Fields of a configuration, by the names that all models know them by, and the most of what a model is built of.
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size")),
+    **dict.fromkeys(("num_hidden_layers", "num_hidden_groups", "inner_group_num"), MAX_LAYERS),
+    **{"num_feedforward_networks": MAX_LAYERS, "num_attention_heads": MAX_HEADS},
+}
+_ACTIVATIONS = ("hidden_act", "activation", "hidden_activation")
 
 
 @dataclass(kw_only=True)
@@ -204,10 +211,29 @@ def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedC
     from transformers import AutoConfig
 
     config = _without_code(AutoConfig.from_pretrained, source, hub_arguments)
-    for name in _SIZES:
-        if isinstance(size := getattr(config, name, None), int) and size < 1:
-            raise ValueError(f"{name} in the config.json of {source} must be at least 1, got {size}")
+    _check_config(config, source)
     return config
+
+
+def _check_config(config, source):
+    """Refuse what transformers fails of, or builds without an end, when it makes a model of a configuration."""
+    from torch import dtype
+    from transformers import PreTrainedConfig
+    from transformers.activations import ACT2FN
+
+    within = f"in the config.json of {source}"
+    for name, most in _SIZES.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 1 <= size <= (most or size):
+            raise ValueError(f"{name} {within} must be at {'least 1' if size < 1 else f'most {most}'}, got {size}")
+    for name in _ACTIVATIONS:
+        if isinstance(given := getattr(config, name, None), str) and given not in ACT2FN:
+            raise nearest(f"{name} {within}", given, ACT2FN)
+    if (given := config.dtype) is not None and not (isinstance(given, dtype) and given.is_floating_point):
+        raise ValueError(f"dtype {within} must be a floating-point type of torch, got {given!r}")
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _check_config(part, source)
 
 
 def read_tokenizer(
@@ -242,5 +268,6 @@ def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) ->
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     except (AttributeError, TypeError) as error:  # JSON of another kind, such as null
         raise ValueError(
-            f"{source}: the files of its configuration or tokenizer are not what transformers writes ({error!r})"
+            f"{source}: the files of its configuration or tokenizer are not what transformers writes "
+            f"({in_short(error)})"
         ) from error

@@ -23,6 +23,7 @@ from sparsebert import (
     sparse_dot_product_attention,
     sparsity,
 )
+from sparsebert.commands import main
 
 
 def window(heads=4, **fields):
@@ -114,6 +115,85 @@ def test_pruning_and_a_search_that_ends(tiny_config, tmp_path):
     with pytest.raises(ValueError, match="search_end 0.5 has no meaning with pruning"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def forged(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def pickled(content):
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+
+    return change
+
+
+def indexed(content):
+    def change(folder):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+# What is wrong in the folder of a model, and what is said of it.
+FORGED = {
+    "vocab_size": (forged(vocab_size=99), "word_embeddings.weight has shape (100, 32), expected (99, 32)"),
+    "hidden_act": (forged(hidden_act="gelo"), "unknown hidden_act in the config.json of MODEL 'gelo'; did you mean"),
+    "architectures": (forged(architectures=5), "architectures: 5 is not a model of transformers"),
+    "architectures as a dict": (forged(architectures={"a": 1}), "architectures: {'a': 1} is not a model"),
+    "other architecture": (forged(architectures=["GPT2Model"]), "a model of type 'gpt2' cannot carry a mask"),
+    "dtype": (forged(dtype=5), "dtype in the config.json of MODEL must be a floating-point type of torch, got 5"),
+    "dtype of integers": (forged(dtype="int8"), "must be a floating-point type of torch, got torch.int8"),
+    "pad_token_id": (forged(pad_token_id=1000), "MODEL: the model cannot be loaded (AssertionError: Padding_idx"),
+    "intermediate_size": (forged(intermediate_size=-1), "MODEL: the model cannot be loaded (RuntimeError: "),
+    "layers": (forged(num_hidden_layers=10**6), "num_hidden_layers in the config.json of MODEL must be at most 1024"),
+    "pickled object": (pickled([Path("x")]), "MODEL: its pickled weights hold other things than tensors"),
+    "part elsewhere": (indexed({"weight_map": {"a": "../stock/model.safetensors"}}), "index.json is damaged"),
+    "parts null": (indexed(None), "model.safetensors.index.json is damaged"),
+    "parts without names": (indexed({"weight_map": {"a": [1]}}), "model.safetensors.index.json is damaged"),
+}
+VERBS = {"plan": [], "report": [], "lengthen": ["--length", "64", "--output_dir", "out"]}
+
+
+@pytest.mark.parametrize("fault", FORGED)
+@pytest.mark.parametrize("kind", ["frozen", "searching"])
+def test_forged_models(tiny_config, said, monkeypatch, tmp_path, kind, fault):
+    monkeypatch.chdir(tmp_path)
+    model = BertForMaskedLM(tiny_config(BertConfig))
+    attach(model, "window" if kind == "frozen" else "dam_s", mask_length=32).save_pretrained("MODEL")
+    change, message = FORGED[fault]
+    change(Path("MODEL"))
+    with pytest.raises(ValueError) as caught:
+        load("MODEL")
+    assert message in str(caught.value)
+    for verb, flags in VERBS.items():
+        if verb == "report" and (kind == "frozen" or "architecture" in fault):
+            continue  # it reads the mask alone, and takes no head
+        assert message in said([verb, "MODEL", *flags])
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("kind", ["frozen", "stock"])
+def test_no_kernel_of_a_configuration_is_fetched(checkpoints, tiny_config, monkeypatch, tmp_path, kind):
+    def fetch(name, *args, **kwargs):
+        raise AssertionError(f"the Hub is asked for {name}")
+
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fetch)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoints["stock"], "MODEL")
+    if kind == "frozen":
+        attach(BertForMaskedLM(tiny_config(BertConfig)), "window", mask_length=32).save_pretrained("MODEL")
+    forged(attn_implementation="evil/kernel")(Path("MODEL"))
+    assert main(["lengthen", "MODEL", "--length", "64", "--output_dir", "out"]) == 0
+    if kind == "frozen":
+        assert load("MODEL").config._attn_implementation == "sparse_auto"
+        assert main(["plan", "MODEL"]) == 0
 
 
 @pytest.mark.parametrize("name", ["logging", "set_seed", "__file__", "Trainer", ["BertModel"], 5, ""], ids=str)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
-from ..checks import nearest
+from ..checks import in_short, nearest
 from ..hub import check_available, check_path, read_config
 from ..learning.learned_mask import expand_probs, is_of_mask
 from ..learning.mask_description import SEARCH_FIELDS, MaskFields
@@ -30,7 +30,7 @@ from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.bert.configuration_sparsebert import SparseBertConfig
 from ..models.bert.modeling_sparsebert import SparseBertModel
-from ..models.loading import load
+from ..models.loading import load, read_model
 from .importance import KEPT
 
 
@@ -111,8 +111,8 @@ def _read_config(source, hub_arguments):
         return None
     try:
         is_ours = json.loads(path.read_text(encoding="utf-8")).get("model_type") == SparseBertConfig.model_type
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{path}: not a configuration ({error!r})") from error
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{path}: not a configuration ({in_short(error)})") from error
     return read_config(path.parent) if is_ours else None
 
 
@@ -128,7 +128,8 @@ def _read_search(source, config, hub_arguments):
     try:
         if config is None:
             return load(source, AutoModel, **hub_arguments).sparse_attention
-        model, report = SparseBertModel.from_pretrained(source, output_loading_info=True, **hub_arguments)
+        read = SparseBertModel.from_pretrained
+        model, report = read_model(read, source, output_loading_info=True, **hub_arguments)
     finally:
         logging.set_verbosity(verbosity)
     if any(name.endswith("mask_logits") for name in report["missing_keys"]):

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError
 
 from .. import plugin
-from ..checks import nearest, shortened
+from ..checks import is_out_of_memory, nearest, shortened
 from ..files import is_unicode
 from ..hub import explained
 from ..learning.rank_agreement import MaskMismatchError
@@ -78,8 +78,6 @@ _PREFIXES = {
     r"Validation error for field '(\w+)': ValueError: ": r"\1 ",
     r"Validation error for field '\w+': \w+: ": "",
 }
-# What torch says if a CPU or a GPU has no memory left.
-_NO_MEMORY = "out of memory|can't allocate memory|CUDNN_STATUS_NOT_SUPPORTED"
 
 
 class Terminated(KeyboardInterrupt):
@@ -156,7 +154,7 @@ def _outcome(error):
         return f"too long for the name of a file or folder: {shortened(repr(error.filename))}", 2
     if isinstance(error, (OSError, FloatingPointError, MaskMismatchError)):
         return error, 1
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and re.search(_NO_MEMORY, str(error))):
+    if is_out_of_memory(error):
         return f"there is not enough memory for these sizes: {error}", 1
     return None, 1
 

@@ -13,7 +13,7 @@ from ..finite_weights import check_weights
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
-from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
+from ..models.loading import carries_mask, check_folder, load, model_class_of, read_model, warn_of_modules
 from ..models.sparse_attention import get_sparse_attention
 from ..output_folders import check_free, written_whole
 from ._command import Command, Results
@@ -69,7 +69,7 @@ def run(values):
             raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
         check_undamaged(Path(source, options.subfolder or ""))
         config = read_config(source, **hub_arguments)
-        model = model_class_of(config).from_pretrained(source, **hub_arguments)
+        model = read_model(model_class_of(config).from_pretrained, source, **hub_arguments)
     tokenizer = read_tokenizer(source, **hub_arguments)
     warn_of_modules(source, **hub_arguments)
     check_weights(model, f"model {source}")

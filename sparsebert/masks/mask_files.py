@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from ..checks import check_choice
-from ..files import is_damaged, replace_files
+from ..checks import MAX_HEADS, MAX_LAYERS, check_choice
+from ..files import is_damaged, is_index, replace_files
 from ..version import __version__
 from .expansion import FORMS
 
@@ -44,7 +44,6 @@ CODE_NAME = "modeling_frozen_sparsebert.py"
 
 # No real mask is larger: a description that is gets refused before anything is allocated for it.
 MAX_MASK_LENGTH = 2**16
-MAX_LAYERS = MAX_HEADS = 1024
 MAX_BITS = 2**34
 MAX_CONFIG_BYTES = 2**20
 # A weights file is its bits, and before them a header.
@@ -295,7 +294,7 @@ def check_undamaged(folder: Path, field: str = "") -> None:
         except MaskFileError as error:
             raise MaskFileError(f"{prefix}{error}") from error
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
+        if (path.suffix == ".safetensors" or path.name == "config.json" or is_index(path)) and is_damaged(path):
             raise ValueError(f"{prefix}{path} is damaged or truncated: write or download it again")
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ..checks import check_choice, check_range, nearest
+from ..checks import MAX_HEADS, MAX_LAYERS, check_choice, check_range, nearest
 from .expansion import SPECIAL_TOKENS
-from .mask_files import MAX_HEADS, MAX_LAYERS, MAX_MASK_LENGTH
+from .mask_files import MAX_MASK_LENGTH
 from .sparse_mask import SparseMask
 
 

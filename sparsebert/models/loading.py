@@ -1,15 +1,21 @@
 """Loading a model with its mask from a folder or the Hub."""
 
+import pickle
+import re
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
+from ..checks import in_short, is_out_of_memory
 from ..hub import check_available, check_path, naming_the_file, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
@@ -95,8 +101,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     Raises:
         MaskFileError: If the mask is damaged, or there is a model but no mask, a mask without a model, or an adapter.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
-        ValueError: If another file in the folder is damaged, if the class that was saved is not part of transformers,
-            or for a reason listed under [`attach`].
+        ValueError: If another file in the folder is damaged, if configuration and weights do not fit, if the class
+            that was saved is not part of transformers, or for a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))
@@ -122,29 +128,65 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
                     f"model_class {model_class.__name__} would ignore the mask of {source}: use a SparseBert or Auto "
                     "class"
                 )
-        return model_class.from_pretrained(source, **kwargs)
+        return read_model(model_class.from_pretrained, source, **kwargs)
     if PARTS_FIELD in vars(config):
         if not stock_loading.finds_masks:
             raise ValueError(f"{source}: only sparsebert.plugin attaches masks of parts: call its enable() first")
-        return model_class.from_pretrained(source, **kwargs)
+        return read_model(model_class.from_pretrained, source, **kwargs)
     check_architecture(config.model_type)
+    if isinstance(own_config := getattr(model_class, "config_class", None), type):
+        check_architecture(own_config.model_type)  # another class, as the configuration may name it, has no mask
     if find_descriptions(source, **hub_arguments) == (None, None):
         raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
     if stock_loading.finds_masks:
-        return model_class.from_pretrained(source, **kwargs)
+        return read_model(model_class.from_pretrained, source, **kwargs)
     if hasattr(model_class, "_model_mapping"):
         model_class = _get_model_class(config, model_class._model_mapping)
-    return stock_loading.from_pretrained_with_mask(_read, model_class, source, **kwargs)
+    read = partial(stock_loading.from_pretrained_with_mask, _from_pretrained, model_class)
+    return read_model(read, source, **kwargs)
 
 
-def _read(cls, source, *args, **kwargs):
+def _from_pretrained(cls, source, *args, **kwargs):
     return cls.from_pretrained(source, *args, **kwargs)
+
+
+def read_model(read: Callable[..., Any], source: str | PathLike, **kwargs: Any) -> Any:
+    """
+    What a function such as `from_pretrained` of a class makes of a folder or Hub id. What does not fit there is a
+    `ValueError` that names the source. An attention implementation that its configuration asks for is ignored: it may
+    be a kernel, which transformers would fetch from the Hub.
+    """
+    if kwargs.get("config") is None:
+        kwargs.setdefault("attn_implementation", None)
+    try:
+        return read(source, **kwargs)
+    except (OSError, HTTPError, ImportError, MaskFileError, StrictDataclassError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{source}: its pickled weights hold other things than tensors, and are not read") from error
+    except Exception as error:
+        named = re.search(rf"(?<!\w){re.escape(str(source))}(?!\w)", str(error))
+        if is_out_of_memory(error) or (isinstance(error, ValueError) and named):
+            raise
+        if isinstance(error, RuntimeError) and "ignore_mismatched_sizes" in str(error):
+            _, info = read(source, **kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True})
+            raise misfit(str(source), *min(info["mismatched_keys"])) from error
+        raise ValueError(f"{source}: the model cannot be loaded ({in_short(error)})") from error
+
+
+def misfit(source: str, name: str, stored: Any, expected: Any) -> ValueError:
+    """The error for weights of other sizes than those of the configuration beside them, to be raised."""
+    return ValueError(
+        f"{source}: its weights do not fit its configuration: {name} has shape {tuple(stored)}, expected "
+        f"{tuple(expected)}"
+    )
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that a model was saved with, of transformers or, for a [`SparseBertConfig`], of this package."""
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
-    name = (config.architectures or ["AutoModel"])[0]
+    names: Any = config.architectures or ["AutoModel"]
+    name = names[0] if isinstance(names, list) else names
     if module is modeling_sparsebert and isinstance(name, str) and name.startswith("Bert"):
         name = f"Sparse{name}"  # the encoder of a head, saved alone
     found = getattr(module, name, None) if isinstance(name, str) else None

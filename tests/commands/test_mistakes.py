@@ -201,12 +201,12 @@ def test_recipes(refused, monkeypatch, tmp_path, content, said):
 
 OUT_OF_RANGE = {
     "PRETRAIN": (
-        "gradient_accumulation_steps 0, per_device_train_batch_size 0, num_attention_heads 0, num_attention_heads -4, "
-        "num_hidden_layers 0, hidden_dropout_prob 2, initializer_range .nan, layer_norm_eps -1, hidden_size 3, "
-        "pad_token_id 100, dtype float23, save_steps 0, save_total_limit 0, freeze_sparsity 1.5, freeze_threshold 2, "
-        "freeze_sparsity 0.99, weight_decay -1, learning_rate -1, learning_rate .inf, max_steps 0, max_steps -3, "
-        "max_validation_tokens 3, max_tokens 3, mlm_probability 0, mlm_probability 1, max_length 64, "
-        "target_sparsity 1, sparsity_weight -1"
+        "gradient_accumulation_steps 0, per_device_train_batch_size 0, num_attention_heads 0, num_attention_heads "
+        "-4, num_hidden_layers 0, num_hidden_layers 1000000, hidden_dropout_prob 2, initializer_range .nan, "
+        "layer_norm_eps -1, hidden_size 3, pad_token_id 100, dtype float23, save_steps 0, save_total_limit 0, "
+        "freeze_sparsity 1.5, freeze_threshold 2, freeze_sparsity 0.99, weight_decay -1, learning_rate -1, "
+        "learning_rate .inf, max_steps 0, max_steps -3, max_validation_tokens 3, max_tokens 3, mlm_probability 0, "
+        "mlm_probability 1, max_length 64, target_sparsity 1, sparsity_weight -1"
     ),
     "FINETUNE": (
         "gradient_accumulation_steps 0, weight_decay -1, max_steps 0, dtype float23, seeds 4294967290, "

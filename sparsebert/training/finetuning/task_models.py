@@ -19,7 +19,7 @@ from ...masks.patterns import PATTERNS
 from ...models.architectures import check_architecture, num_positions
 from ...models.attaching import attach, detach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
-from ...models.loading import carries_mask, load
+from ...models.loading import carries_mask, load, misfit, read_model
 from ...models.saving import AttachedModel
 from ...models.sparse_attention import get_sparse_attention
 from ..runs.run_checks import check_model_fields, check_sizes_of
@@ -129,7 +129,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     else:
         if options.mask is None:
             arguments |= hub_arguments | {"attn_implementation": backend}
-            model = _fitting(options, load, model_class, **arguments, **fields)
+            model = _fitting(options, load, model_class=model_class, **arguments, **fields)
         else:
             model = _with_mask(options, model_class, arguments, backend, fields)
         mask = get_sparse_attention(model).mask
@@ -177,18 +177,13 @@ def _with_mask(
         raise _does_not_fit(options, error) from error
 
 
-def _fitting(
-    options: FinetuningArguments, from_source: Callable[..., Any], *arguments: Any, **more_arguments: Any
-) -> "PreTrainedModel":
+def _fitting(options: FinetuningArguments, from_source: Callable[..., Any], **arguments: Any) -> "PreTrainedModel":
     """Load the model with a function such as `from_pretrained`. Only its head may differ in size from the weights."""
-    model, info = from_source(str(options.model), *arguments, output_loading_info=True, **more_arguments)
+    model, info = read_model(from_source, str(options.model), output_loading_info=True, **arguments)
     prefix = f"{model.base_model_prefix}."
     for name, stored, expected in sorted(info["mismatched_keys"]):
         if name.startswith(prefix):
-            raise ValueError(
-                f"model {options.model}: its weights do not fit its configuration: {name} has shape {tuple(stored)}, "
-                f"expected {tuple(expected)}"
-            )
+            raise misfit(f"model {options.model}", name, stored, expected)
     return model
 
 

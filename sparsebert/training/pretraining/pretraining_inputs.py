@@ -18,6 +18,7 @@ from ...models.attaching import read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.bert.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ...models.bert.token_mixers import fixed_length
+from ...models.loading import read_model
 from ..runs.resuming import rows_record
 from ..runs.run_checks import check_served
 from .pretraining_arguments import PretrainingArguments, check_not_searched
@@ -34,7 +35,8 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
     if fields.get("is_decoder"):
         model_class = SparseBertLMHeadModel
     if data.base_model:
-        model = model_class.from_pretrained(data.base_model, **data.hub_arguments(data.base_model), **fields)
+        hub_arguments = data.hub_arguments(data.base_model)
+        model = read_model(model_class.from_pretrained, data.base_model, **hub_arguments, **fields)
         check_weights(model, f"base_model {data.base_model}")
     else:
         model = model_class._from_config(SparseBertConfig(**fields))  # unlike the class, in the dtype that it says

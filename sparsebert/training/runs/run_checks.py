@@ -18,7 +18,7 @@ from ...analysis.doctor import DTYPES
 from ...attention.backends import BACKENDS, check_request
 from ...attention.capabilities import Request
 from ...attention.model_masks import sparse_attention_of
-from ...checks import LARGEST_SEED, check_choice, check_range, nearest
+from ...checks import LARGEST_SEED, MAX_HEADS, MAX_LAYERS, check_choice, check_range, nearest
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 
 
@@ -61,6 +61,7 @@ _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "type_vocab_size"),
 )
+_MOST = {"num_hidden_layers": MAX_LAYERS, "num_attention_heads": MAX_HEADS}
 _FROM_0_TO_1 = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps")
 
 
@@ -120,7 +121,7 @@ def check_model_fields(fields: dict[str, Any]) -> None:
     """Check the values of the section `model` of a recipe."""
     for name in _MODEL_SIZES:
         if fields.get(name) is not None:
-            check_range(name, fields[name], 1)
+            check_range(name, fields[name], 1, _MOST.get(name))
     for name in _FROM_0_TO_1:
         if fields.get(name) is not None:
             check_range(name, fields[name], 0, 1, _NUMBER)

@@ -24,7 +24,7 @@ from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
 from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
-from ...models.loading import model_class_of, warn_of_modules
+from ...models.loading import model_class_of, read_model, warn_of_modules
 from ...output_folders import written_whole
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
@@ -80,7 +80,7 @@ def _search(
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     seconds = {"prepare": time.perf_counter() - start}
 
-    model: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
+    model: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
     model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
@@ -114,7 +114,7 @@ def _search(
         masks[recovered] = mask
     inference = None
     if options.timed:
-        stock: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
+        stock: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
         inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
