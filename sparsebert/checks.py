@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -30,9 +31,15 @@ def check_installed(what: str, *packages: str) -> None:
         raise ImportError(f'{what} needs {" and ".join(missing)}: pip install "sparsebert[train]"')
 
 
-def shortened(text: str) -> str:
-    """A text for a message, without its middle if it has more than 300 characters."""
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
+def shortened(text: str, most: int = 300) -> str:
+    """A text for a message, without its middle if it has more than `most` characters."""
+    head = 2 * most // 3
+    return text if len(text) <= most else f"{text[:head]} ... {text[head + 5 - most :]}"
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which a terminal would obey: names and values may come from anywhere."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" else each for each in text)
 
 
 def in_short(error: Exception) -> str:

@@ -1,10 +1,11 @@
 """Tables of text, as the commands print them and as Markdown files hold them."""
 
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ..checks import printable
 
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class Table:
         """
         names = dict.fromkeys(name for row in rows for name in row)
         columns = [name for name in names if any(row.get(name) for row in rows)]
-        cells = [[_printable(row.get(name, "")) for name in columns] for row in rows]
-        return cls(title, columns, cells, tuple(map(_printable, notes)))
+        cells = [[printable(row.get(name, "")) for name in columns] for row in rows]
+        return cls(printable(title), [*map(printable, columns)], cells, tuple(map(printable, notes)))
 
     def rich(self) -> "rich.table.Table":
         """The table for a terminal, with numbers aligned to the right."""
@@ -53,11 +54,6 @@ class Table:
         """`{"title": ..., "rows": [{column: text}], "notes": [...]}`, all of it text."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
-
-
-def _printable(text: str) -> str:
-    """A text without control characters, which a terminal would obey: names and values may come from anywhere."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" else each for each in text)
 
 
 def _escaped(text: str) -> str:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError
 
 from .. import plugin
-from ..checks import is_out_of_memory, nearest, shortened
+from ..checks import is_out_of_memory, nearest, printable, shortened
 from ..files import is_unicode
 from ..hub import explained
 from ..learning.rank_agreement import MaskMismatchError
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text, code = _outcome(error)
         if text is None:
             raise
-        text = " ".join(f"{' '.join(['sparsebert', *arguments[:1]])}: {text}".split())
+        text = printable(" ".join(f"{' '.join(['sparsebert', *arguments[:1]])}: {text}".split()))
         for prefix, needed in _PREFIXES.items():
             text = re.sub(prefix, needed, text)
         print(text, file=sys.stderr)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ..checks import printable
 from ..files import process_state
 
 
@@ -94,7 +95,7 @@ class Results:
             return
         print_tables(self.tables)
         for note in self.notes:
-            print(note)
+            print("\n".join(map(printable, note.split("\n"))))
 
 
 def _finite(content):

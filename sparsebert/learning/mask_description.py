@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..attention.biases.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
-from ..checks import check_choice, interval, one_of
+from ..checks import check_choice, in_short, interval, one_of
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
 from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
@@ -353,7 +353,7 @@ def read_search(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         known = found.keys() <= set(OWN_FIELDS)
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise MaskFileError(f"{path}: not a search ({error!r})") from error
+        raise MaskFileError(f"{path}: not a search ({in_short(error)})") from error
     if not known or "search" not in found:
         raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, found)) or 'none'})")
     return found

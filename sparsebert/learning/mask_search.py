@@ -19,8 +19,8 @@ from ..masks.expansion import (
     default_length_policy,
     expand,
     fixed_entries,
+    kept_by_head,
     num_empty_rows,
-    num_kept,
     parameter_index,
     token_pairs,
 )
@@ -87,7 +87,8 @@ class MaskSearch(MaskDescription):
         self.num_learned = learned_tokens * (learned_tokens - (self.fixed_diagonal is not None))
         # Transformers builds models on the meta device; these are data, not weights.
         with torch.device("cpu"):
-            self.num_fixed = num_kept(torch.zeros(1, 1, 1, dtype=torch.bool), "offsets", *self._sizes())
+            nothing = torch.zeros(1, 1, 1, dtype=torch.bool)
+            self.num_fixed = int(kept_by_head(nothing, "offsets", *self._sizes()))
             self.counts = self._counts()
         if self.target_sparsity is not None and self.target_sparsity > self.most_sparsity:
             raise ValueError(
@@ -108,7 +109,7 @@ class MaskSearch(MaskDescription):
         return self.mask_length
 
     def _sizes(self):
-        """The arguments of [`num_kept`] from `length` on, for blocks of one token."""
+        """The arguments of [`kept_by_head`] from `length` on, for blocks of one token."""
         return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.fixed_diagonal
 
     def _counts(self):

@@ -159,7 +159,7 @@ def token_pairs(start: int, end: int, block_size: int, num_parameters: int) -> t
     return pairs
 
 
-def num_kept(
+def kept_by_head(
     keep: torch.Tensor,
     form: str,
     length: int,
@@ -168,9 +168,9 @@ def num_kept(
     diagonal: bool | None,
     known: int | None = None,
     causal: bool = False,
-) -> int:
+) -> torch.Tensor:
     """
-    Number of entries that a mask keeps at some length, without making its table.
+    Number of entries that each head of a mask keeps at some length, without making its table: int64 `(L, H)`.
 
     `num_special`: 0, 1 (the first token) or 2 (the last one, too). `known`: tokens after which all entries are on.
     """
@@ -180,19 +180,19 @@ def num_kept(
     inner = end - start
     if form == "table":
         square = keep[..., start:end, start:end]
-        on_diagonal = int(square.diagonal(dim1=-2, dim2=-1).sum())
+        on_diagonal = square.diagonal(dim1=-2, dim2=-1).sum(-1)
         # A sum would first turn the entries into integers of 8 bytes.
-        off_diagonal = int((square.tril(-1) if causal else square).count_nonzero()) - (0 if causal else on_diagonal)
+        counts = [head.count_nonzero() for head in (square.tril(-1) if causal else square).flatten(0, 1)]
+        off_diagonal = torch.stack(counts).view(keep.shape[:2]) - (0 if causal else on_diagonal)
     else:
         pairs = token_pairs(start, end, block_size or 1, keep.shape[-1])
-        off_diagonal = round((keep.double() @ pairs).sum().item()) // (2 if causal else 1)
-        on_diagonal = int(keep[..., 0].sum()) * inner
-    heads = keep.shape[0] * keep.shape[1]
+        off_diagonal = (keep.double() @ pairs).round().long() // (2 if causal else 1)
+        on_diagonal = keep[..., 0].long() * inner
     outer = length**2 - inner**2
-    total = off_diagonal + heads * ((outer + length - inner) // 2 if causal else outer)
+    total = off_diagonal + ((outer + length - inner) // 2 if causal else outer)
     if diagonal is None:
         return total + on_diagonal
-    return total + heads * (inner if diagonal else inner - length)
+    return total + (inner if diagonal else inner - length)
 
 
 def num_empty_rows(

@@ -5,11 +5,13 @@ Letters: L layers (1 when shared), H heads, n length, K parameters of a Toeplitz
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from ..checks import MAX_HEADS, MAX_LAYERS, check_choice
+from ..checks import MAX_HEADS, MAX_LAYERS, check_choice, in_short, is_out_of_memory, shortened
 from ..files import is_damaged, is_index, replace_files
 from ..version import __version__
 from .expansion import FORMS
@@ -46,6 +48,7 @@ CODE_NAME = "modeling_frozen_sparsebert.py"
 MAX_MASK_LENGTH = 2**16
 MAX_BITS = 2**34
 MAX_CONFIG_BYTES = 2**20
+MAX_NESTED = 64
 # A weights file is its bits, and before them a header.
 MAX_HEADER_BYTES = 2**16
 # Parts of a model's weights that tell whether they changed since a mask was saved beside them.
@@ -65,7 +68,10 @@ PROVENANCE = ("search", "pattern", "base_model", "base_model_revision")
 
 
 class MaskFileError(ValueError):
-    """A mask file is missing, damaged or of the wrong kind."""
+    """A mask file is missing, damaged or of the wrong kind. A long message, which may quote the file, is shortened."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, 2000))
 
 
 def check_sizes(description: dict[str, Any]) -> None:
@@ -154,7 +160,7 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
     try:
         saved = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8")).get(_SAMPLE_FIELD)
     except (ValueError, RecursionError, AttributeError) as error:
-        raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
+        raise MaskFileError(f"{config_path}: not a mask description ({in_short(error)})") from error
     return saved is not None and sample_weights(folder) not in (None, saved)
 
 
@@ -165,12 +171,23 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
         if name in PROVENANCE and not isinstance(value, str | None):
             raise ValueError(f"metadata: {name} must be a name or null, got {value!r}")
+        if _is_nested(value, MAX_NESTED):
+            raise ValueError(f"metadata: {name} must not be nested more than {MAX_NESTED} levels deep")
         try:
             read = json.loads(json.dumps(value))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"metadata: {name} must hold JSON values, got {value!r} ({error})") from error
         if read != value and repr(read) != repr(value):  # NaN is the same, and not equal
             raise ValueError(f"metadata: {name} must hold JSON values, such as lists instead of tuples, got {value!r}")
+
+
+def _is_nested(value, levels):
+    """Whether lists and dictionaries are nested deeper than so many levels."""
+    inner = [value]
+    for _ in range(levels + 1):
+        held = [each.values() if isinstance(each, dict) else each for each in inner if isinstance(each, dict | list)]
+        inner = list(itertools.chain.from_iterable(held))
+    return bool(inner)
 
 
 def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:
@@ -193,7 +210,7 @@ def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any],
         raise
     # Numbers of thousands of digits are a ValueError, deep nesting is a RecursionError.
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
+        raise MaskFileError(f"{config_path}: not a mask description ({in_short(error)})") from error
     try:
         check_sizes(fields)
     except ValueError as error:
@@ -213,6 +230,24 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
     sizes that no mask has; what is wrong is a [`MaskFileError`].
     """
     fields, config, sparsity, sha256 = read_description(config_path)
+    with enough_memory(weights_path):
+        keep = _read_keep(weights_path, fields, sha256)
+    return keep, fields | {"metadata": config}, sparsity
+
+
+@contextmanager
+def enough_memory(weights_path: Path) -> Iterator[None]:
+    """Context manager in which memory that is missing for the entries of a mask is a [`MaskFileError`]."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MaskFileError(f"{weights_path}: there is not enough memory for the entries of the mask") from error
+
+
+def _read_keep(weights_path, fields, sha256):
+    """The parameters of a mask, whose sizes are taken out of its fields."""
     shape = [fields.pop(name) for name in ("num_layers", "num_heads", "num_parameters")]
     if fields["form"] == "table":
         shape.append(shape[-1])
@@ -231,8 +266,7 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
         )
     if problems:
         raise MaskFileError(f"{weights_path}: {'; '.join(problems)}")
-    keep = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).bool().view(shape)
-    return keep, fields | {"metadata": config}, sparsity
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).view(torch.bool).view(shape)
 
 
 def is_of_another_tool(path: Path) -> bool:
@@ -317,6 +351,8 @@ def _read_bits(weights, path, num_bytes):
         return safetensors.torch.load(weights).get("keep")
     # Types that torch does not have are a KeyError or ValueError.
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         header, reason = int.from_bytes(weights[:8], "little"), str(error)
         if header <= MAX_HEADER_BYTES and len(weights) < 8 + header + num_bytes:
             reason = f"truncated: it has {len(weights)} of {8 + header + num_bytes} bytes"

@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import CommitInfo
 from transformers.utils import CONFIG_NAME
 
-from ..checks import check_choice, check_range
+from ..checks import check_choice, check_range, printable
 from .expansion import (
     FORMS,
     LENGTH_POLICIES,
@@ -30,8 +30,8 @@ from .expansion import (
     default_length_policy,
     expand,
     fill_fixed_entries,
+    kept_by_head,
     num_empty_rows,
-    num_kept,
 )
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
@@ -41,6 +41,7 @@ from .mask_files import (
     MaskFileError,
     check_metadata,
     check_takes_mask,
+    enough_memory,
     read_mask_files,
     write_mask_files,
 )
@@ -228,7 +229,7 @@ class SparseMask:
         Fraction of entries kept at a length, averaged over heads and layers. `causal`: keys j > query i are removed.
         """
         self.check_length(length)
-        kept = num_kept(self.keep, *self._shape(length), self._known, causal)
+        kept = int(kept_by_head(self.keep, *self._shape(length), self._known, causal).sum())
         return kept / (self.num_layers * self.num_heads * length**2)
 
     @property
@@ -251,10 +252,8 @@ class SparseMask:
 
     def head_sparsities(self) -> list[list[float]]:
         """Fraction of entries removed at the mask's own length, by layer and head."""
-        return [
-            [1 - num_kept(head[None, None], *self._shape(self.length)) / self.length**2 for head in layer]
-            for layer in self.keep
-        ]
+        kept = kept_by_head(self.keep, *self._shape(self.length))
+        return (1 - kept.double() / self.length**2).tolist()
 
     def num_empty_rows(self, length: int | None = None, window: int | None = None) -> int:
         """
@@ -275,7 +274,7 @@ class SparseMask:
         if self.num_layers in (1, num_layers) and self.num_heads == num_heads:
             return
         base = self.metadata.get("base_model")
-        found = f" (found for {base})" if base else ""
+        found = f" (found for {printable(base)})" if base else ""
         raise ValueError(
             f"the mask{found} is for {self.num_layers} layer(s) and {self.num_heads} heads of length {self.length}; "
             f"the model has {num_layers} layers with attention and {num_heads} heads (1 layer fits all)"
@@ -371,6 +370,11 @@ class SparseMask:
             MaskFileError: If a file is missing, damaged, pickled, or of another format version.
         """
         config_path, weights_path = find_mask_files(pretrained_model_name_or_path, **kwargs)
+        with enough_memory(weights_path):
+            return cls._read(config_path, weights_path)
+
+    @classmethod
+    def _read(cls, config_path: Path, weights_path: Path) -> "SparseMask":
         keep, fields, sparsity = read_mask_files(config_path, weights_path)
         try:
             mask = cls(keep, **fields)

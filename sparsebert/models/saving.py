@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from ..checks import printable
 from ..files import replace_files
 from ..learning.mask_description import OWN_FIELDS, search_file
 from ..masks.mask_cards import CARD_NAME, own_card
@@ -94,7 +95,7 @@ def check_base(model: PreTrainedModel, mask: SparseMask, strict: bool = False) -
     here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
     if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
         return
-    names = [f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here)]
+    names = [printable(f"{name} (revision {revision or 'unknown'})") for name, revision in (found, here)]
     message = f"the mask was found for {names[0]}, this model is {names[1]}"
     if strict:
         raise ValueError(f"{message}: with strict=True both must be the same")

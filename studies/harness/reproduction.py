@@ -114,7 +114,9 @@ def read_results(path: Path, cells: Cells, overwrite: bool = False) -> dict[str,
         for name, cell in finished.items():
             if Path(name).name != name or not all(isinstance(cell[part], dict) for part in ("settings", "metrics")):
                 raise TypeError(f"{name} is no cell")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # The file may have been edited: what times are judged by must be numbers.
+            duration(estimate_seconds({name: cell["settings"]}, {name: cell}, "") or 0)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} holds no results of this experiment: choose another --output") from error
     others: dict[str, list[str]] = {}
     for name in finished:

@@ -7,6 +7,7 @@ import pytest
 from sparsebert.analysis.reporting.page_charts import scores
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.analysis.tables import Table, print_tables
+from sparsebert.commands import main
 from sparsebert.files import write_metrics
 
 
@@ -95,6 +96,24 @@ def test_searches_in_trained_models_are_compared(read):
 def test_damaged_metrics_are_refused(read, change):
     with pytest.raises(ValueError, match="damaged"):
         scores({path.name: metrics for path, metrics in read(run=PRETRAINED | change).items()})
+
+
+@pytest.mark.parametrize("metric", [None, 5, ["f1"], {}])
+def test_a_main_metric_that_is_no_name(read, metric):
+    grid = {"best": {"lr": 1.0}, "cells": [{"settings": {"lr": 1.0}, "score": 0.5}]}
+    with pytest.raises(ValueError, match="metrics.json: damaged"):
+        read(run=FINETUNED | {"main_metric": metric, "sweep": grid})
+
+
+def test_control_characters_in_names_are_not_printed(read, tmp_path, capsys):
+    evil = "\x1b[31mf1\x9b"
+    values = {**FINETUNED["splits"]["validation"], evil: {"mean": 0.5}}
+    grid = {"best": {evil: 1.0}, "cells": [{"settings": {evil: 1.0}, "score": 0.5}]}
+    read(run=FINETUNED | {"main_metric": evil, "splits": {"validation": values}, "sweep": grid})
+    (tmp_path / "run" / f"{evil}.png").write_bytes(b"")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "f1" in out and "picture: " in out and not {"\x1b", "\x9b"} & set(out)
 
 
 def test_map_and_mixers_are_named_where_they_are_not_plain_attention(read):

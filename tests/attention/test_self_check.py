@@ -329,7 +329,7 @@ def damaged(content):
     """Contents of a file that must not be used."""
     text = json.dumps(content)
     yield from (text[: len(text) * part // 7] for part in range(7))
-    yield from ("[]", "null", '"text"', "\x00\xff", "{}")
+    yield from ("[]", "null", '"text"', "\x00\xff", "{}", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     for path, value in (
         (("outcome", "backends"), []),
         (("outcome", "backends", "sparse_cpu"), {"right": "yes"}),

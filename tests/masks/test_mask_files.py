@@ -11,10 +11,13 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save
+from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertConfig, SparseBertModel
+from sparsebert import SparseBertConfig, SparseBertModel, attach, load
+from sparsebert.commands import main
 from sparsebert.files import replace_files, write_metrics
 from sparsebert.learning.mask_search import described_search
+from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_files import MaskFileError, check_sizes, sample_weights, weights_changed
 from sparsebert.masks.sparse_mask import SparseMask
 
@@ -177,6 +180,8 @@ NESTED = "[" * 100_000 + "]" * 100_000
         ("length", "1" * 5000, "not a mask description"),
         ("sparsity", "1" * 5000, "not a mask description"),
         ("metadata", NESTED, "not a mask description"),
+        ("metadata", "[" * 450 + "]" * 450, "metadata: metadata must not be nested more than 64 levels deep"),
+        ("metadata", '{"a":' * 450 + "0" + "}" * 450, "metadata: metadata must not be nested more than 64 levels"),
         ("sparsity", "NaN", "sparsity must be a number from 0 to 1"),
         ("sparsity", '"high"', "sparsity must be a number"),
         ("sparsity", "9" * 4000, "sparsity must be a number"),
@@ -214,9 +219,51 @@ def test_hostile_description(tmp_path, field, value, message):
     if message is None:
         assert SparseMask.from_pretrained(tmp_path) == mask
         return
-    with pytest.raises(MaskFileError, match=message):
+    with pytest.raises(MaskFileError, match=message) as caught:
         SparseMask.from_pretrained(tmp_path)
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 1 and len(str(caught.value)) <= 2000
+
+
+@pytest.mark.parametrize("name", [CONFIG, "search_config.json", "config.json"])
+def test_files_that_are_not_text_are_named_in_short(tiny_config, tmp_path, name):
+    attach(BertModel(tiny_config(BertConfig)), "dam_s" if "search" in name else "window").save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"\xff" * 900_000)
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path)
+    assert name in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_the_most_layers_and_heads_are_written_at_once(tmp_path):
+    began = time.perf_counter()
+    SparseMask(torch.ones(1024, 1024, 1, dtype=torch.bool), 128, "offsets").save_pretrained(tmp_path)
+    (listed,) = list_masks(tmp_path)
+    assert listed["num_layers"] == listed["num_heads"] == 1024
+    assert "| 1023 |" in (tmp_path / "README.md").read_text()
+    assert time.perf_counter() - began < 30
+
+
+@pytest.mark.parametrize("place", ["numpy.unpackbits", "torch.Tensor.clone", "safetensors.torch.load"])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: 5 bytes")], ids=["py", "torch"])
+def test_memory_that_is_missing(tmp_path, monkeypatch, place, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    make_mask("table").save_pretrained(tmp_path)
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(MaskFileError, match="mask.safetensors: there is not enough memory for the entries"):
+        SparseMask.from_pretrained(tmp_path)
+
+
+def test_control_characters_do_not_reach_the_terminal(tiny_config, capsys, tmp_path):
+    evil = "owner/\x1b]0;evil\x07\x9b31m"
+    make_mask("offsets").replace(metadata={"base_model": evil, "search": evil}).save_pretrained(tmp_path / "mask")
+    with pytest.raises(ValueError, match="found for owner/") as caught:
+        attach(BertModel(tiny_config(BertConfig)), tmp_path / "mask")
+    said = str(caught.value)
+    for verb in ("plan", "masks", "report"):
+        main([verb, str(tmp_path / "mask")])
+    said += "".join(capsys.readouterr())
+    assert not {"\x1b", "\x07", "\x9b"} & set(said)
 
 
 def test_long_masks_of_few_bytes(tmp_path):

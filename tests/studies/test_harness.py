@@ -429,6 +429,19 @@ def test_damaged_cells_are_named(drawing, reproduce, results, metrics, reason, r
     assert drawing == ["a"] and results.read_text() == before
 
 
+@pytest.mark.parametrize(
+    "part, value", [("seconds", None), ("seconds", 10**400), ("shared_seconds", "x"), ("max_steps", [])]
+)
+@pytest.mark.parametrize("flags", [[], ["--list_cells"]], ids=["run", "list"])
+def test_times_that_are_no_numbers(ran, reproduce, results, part, value, flags):
+    reproduce("products", "--only", "a")
+    place = "settings" if part == "max_steps" else "metrics"
+    edit(results, lambda cells: cells["a"][place].update({part: value}))
+    with pytest.raises(ValueError, match="products_tiny.json holds no results of this experiment"):
+        reproduce("products", *flags)
+    assert ran == ["a"]
+
+
 def test_a_file_in_place_of_the_output_is_named_first(ran, reproduce, tmp_path):
     (tmp_path / "file").write_text("")
     for output in ("file", "file/x"):

@@ -201,7 +201,7 @@ def read_check(device: str, setting: Setting) -> Outcome | None:
     path = result_file(device, setting)
     if path is None:
         return None
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         content = json.loads(path.read_text(encoding="utf-8"))
         outcome = Outcome.from_json(content["outcome"])
         if content["surroundings"] == surroundings(device) and outcome.setting == setting:
