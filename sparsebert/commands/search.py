@@ -15,7 +15,7 @@ from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
 from ..training.searching.search_arguments import FIELDS, SECTIONS
 from ..training.searching.search_run import agreement_table, search_post_hoc
-from ._command import Command, Results, advising
+from ._command import Command, Results
 
 
 def command(words):
@@ -31,8 +31,7 @@ def command(words):
 
 
 def run(values):
-    with advising("nothing was written, the same command starts from the beginning"):
-        metrics = search_post_hoc(values)
+    metrics = search_post_hoc(values)
     lines = [f"written to {values['data']['output_dir']}"]
     if outcome := metrics["search_outcome"]:
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import importlib.metadata
 import json
+import math
 import random
+import re
 import shutil
 import sys
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import matplotlib
 import pytest
 import torch
 import transformers
-from conftest import WORDS, tokenizer_of
+from conftest import WORDS, contents, tokenizer_of
 from huggingface_hub.errors import StrictDataclassError
 from test_attach import base_model, config_of, head_model
 from transformers import AutoModel, AutoTokenizer
@@ -31,6 +33,7 @@ from sparsebert.training.searching.matching import (
     running_through,
     start_from_attention,
 )
+from sparsebert.training.searching.matching_trainer import MatchingTrainer
 from sparsebert.training.searching.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
 from sparsebert.training.searching.search_arguments import FIELDS, PostHocArguments, given_mask
 from sparsebert.training.searching.search_inputs import read_inputs, read_text
@@ -246,11 +249,18 @@ def test_rates_and_progress_of_a_search(monkeypatch):
 def test_rates_of_a_recovery(monkeypatch):
     model, seen = masked(base_model("bert"), build_pattern("window", LENGTH, HEADS)), []
     bias = model.encoder.layer[0].output.dense.bias
-    monkeypatch.setitem(OBJECTIVES, "bias", Objective(lambda *_: (bias,), lambda ours, theirs: ours[0].sum()))
-    recover(model, model, [ROWS[:1]] * 20, 20, 0.1, lambda *_: seen.append(bias.mean().item()), "bias")
+
+    def record(*_):
+        if torch.is_grad_enabled():
+            seen.append(bias.mean().item())
+        return (bias,)
+
+    monkeypatch.setitem(OBJECTIVES, "bias", Objective(record, lambda ours, theirs: ours[0].sum()))
+    recover(model, model, [ROWS[:1]] * 20, 20, 0.1, "bias")
     rates = [0.05, *(0.1 * (20 - step) / 18 for step in range(1, 20))]  # after a tenth the highest, at the end 0
     rates[1] = 0.1
-    assert (-torch.tensor(seen, dtype=torch.float64).diff()).tolist() == pytest.approx(rates[1:], rel=1e-3)
+    seen = torch.tensor([*seen, bias.mean().item()], dtype=torch.float64)
+    assert (-seen.diff()).tolist() == pytest.approx(rates, rel=1e-3)
 
 
 def test_agreement():
@@ -303,13 +313,14 @@ def test_recovery(bf16):
     assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
 
 
-def test_recovery_through_masks_that_grow_sparser():
+def test_recovery_through_masks_that_grow_sparser(monkeypatch):
     stock = base_model("bert")
     model = masked(stock, build_pattern("dense", LENGTH, HEADS))
     last = build_pattern("window", LENGTH, HEADS, window_size=1)
     seen, masks = [], {2: build_pattern("window", LENGTH, HEADS, window_size=3), 4: last}
-    log = lambda *_: seen.append(model.sparse_attention.mask.sparsity)  # noqa: E731
-    recover(model, stock, random_batches(ROWS, 8, 6), 6, 1e-3, log, masks=masks)
+    loss = lambda *_: seen.append(model.sparse_attention.mask.sparsity) or OBJECTIVES["last"].loss(*_)  # noqa: E731
+    monkeypatch.setitem(OBJECTIVES, "seen", Objective(OBJECTIVES["last"].record, loss))
+    recover(model, stock, random_batches(ROWS, 8, 6), 6, 1e-3, "seen", masks)
     assert seen == [0, 0, *[masks[2].sparsity] * 2, *[last.sparsity] * 2] and model.sparse_attention.mask == last
 
 
@@ -404,7 +415,7 @@ def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folde
 
     def recover_and_record(*arguments, masks, **fields):
         begun.update({step: mask.sparsity for step, mask in masks.items()})
-        recover(*arguments, masks=masks, **fields)
+        return recover(*arguments, masks=masks, **fields)
 
     monkeypatch.setattr("sparsebert.training.searching.search_run.recover", recover_and_record)
     fields = {"recover": 16, "recover_from": 0.3, "recover_objective": "tokens", "sparsity_scope": "global"}
@@ -416,6 +427,79 @@ def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folde
     assert mask.metadata["search"] == "dam_s" and metrics["objectives"] == ["attention", "tokens"]
     grown = {step: 0.7 - 0.4 * (1 - step / 8) ** 3 for step in range(9)}  # in the first half
     assert begun == pytest.approx(grown, abs=0.01)
+
+
+class Killed(BaseException):
+    pass
+
+
+# What is searched, with the steps before which a run is killed: of the search, and 100 later of the recovery.
+KILLED = [
+    ({"recover": 8, "recover_from": 0.3, "train": "norms", "noise_scale": 1.0, "hard": False}, (3, 102, 107)),
+    ({"sparsity_scope": "head", "steps": 4, "recover": 0}, (3,)),
+    ({"steps": 0, "recover": 5, "recover_objective": "tokens"}, (103,)),
+    ({"mask": "random", "recover": 5, "bf16": True}, (104,)),
+]
+
+
+@pytest.mark.parametrize(("fields", "places"), KILLED, ids=["both", "search", "no steps", "given"])
+def test_a_search_goes_on_where_it_was_killed(model_folder, text, tmp_path, monkeypatch, fields, places):
+    """At the end all is equal to the bit, and no checkpoint is left."""
+    fields = {"patterns": False, "timed": False, "save_steps": 2} | ({} if "mask" in fields else {"steps": 6}) | fields
+    whole, killed = tmp_path / "whole/run", tmp_path / "killed/run"
+    expected = search(model_folder, text, whole, **fields)
+    step = MatchingTrainer.training_step
+    for number, place in enumerate(places):
+
+        def training_step(trainer, *args, place=place):
+            if trainer.state.global_step + 100 * (trainer.args.max_grad_norm > 0) == place:
+                raise Killed
+            return step(trainer, *args)
+
+        monkeypatch.setattr(MatchingTrainer, "training_step", training_step)
+        with pytest.raises(Killed):
+            search(model_folder, text, killed, resume=number > 0, **fields)
+    with pytest.raises(FileExistsError, match="holds an unfinished run, complete up to checkpoint-.*: add --resume"):
+        search(model_folder, text, killed, **fields)
+    begun = []
+
+    def first(trainer, *args):
+        begun.append(trainer.state.global_step + 100 * (trainer.args.max_grad_norm > 0))
+        return step(trainer, *args)
+
+    monkeypatch.setattr(MatchingTrainer, "training_step", first)
+    found = search(model_folder, text, killed, resume=True, **fields)
+    assert begun[0] == places[-1] // 2 * 2
+    assert found.pop("seconds").keys() == expected.pop("seconds").keys() and found == expected
+    files, others = (contents(folder) for folder in (killed, whole))
+    timed = {Path("metrics.json"), Path("README.md")}
+    assert files.keys() == others.keys() and {path for path in files if files[path] != others[path]} <= timed
+
+
+@pytest.mark.parametrize("phase", ["search", "recovery"])
+def test_a_search_that_diverges_stops(model_folder, text, tmp_path, monkeypatch, capsys, phase):
+    objective = OBJECTIVES["pooled"]
+    loss = lambda *tensors: objective.loss(*tensors) * (math.nan if phase == "search" else 1)  # noqa: E731
+    monkeypatch.setitem(OBJECTIVES, "pooled", dataclasses.replace(objective, loss=loss))
+    words = ["search", "--model", model_folder, "--data", text, "--max_length", 32, "--target_sparsity", 0.7]
+    words += ["--steps", 2, "--recover", 8, "--recover_learning_rate", 1e6, "--max_validation_tokens", 256]
+    assert main([*map(str, words), "--save_steps", "1", "--output_dir", str(tmp_path / "out")]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"step \d: .*(is not finite|is that of|is nan)", line) and "the training stops before" in line
+    assert ("checkpoint-" in line) == (phase == "recovery")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_model_that_diverged_is_refused(model_folder, text, tmp_path, word_tokenizer):
+    """Also without steps, in which it would be found."""
+    model = head_model("roberta")
+    with torch.no_grad():
+        model.lm_head.bias[3] = math.inf
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(FloatingPointError, match="model: lm_head.bias is not finite"):
+        search(tmp_path / "model", text, tmp_path / "out", steps=0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_recovery_through_a_given_mask(model_folder, text, tmp_path):

@@ -2,19 +2,20 @@
 The algorithm of the post-hoc search: learn the mask of a trained model by matching what the model without the mask
 computes, and train the weights through it in the same way.
 
-Nothing here reads or writes files; [`~sparsebert.training.searching.search_run`] has the run around it.
+Nothing here reads or writes files, but for the checkpoints of the Trainer;
+[`~sparsebert.training.searching.search_run`] has the run around it.
 
 Letters: B batch, N rows of text, L layers (1 when the mask is shared), H heads, n length, D hidden size, K learned
 parameters per head.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm.auto import tqdm
 
 from ...checks import check_choice, no_effect
 from ...learning.mask_search import MaskSearch
@@ -22,6 +23,8 @@ from ...masks.patterns import build_pattern
 from ...models.architectures import attention_modules
 from ...models.attaching import make_sparse_attention
 from ...models.sparse_attention import SparseAttention, get_sparse_attention
+from ..runs.run_life import TrainingRun
+from .matching_trainer import MatchingTrainer, without_checkpoints
 from .objectives import OBJECTIVES, Batch, inputs_of, recorded
 
 
@@ -139,17 +142,18 @@ def learn_mask(
     train_norms: bool = False,
     objective: str = "pooled",
     bf16: bool = False,
-) -> None:
+    run: TrainingRun | None = None,
+) -> float:
     """
     Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
-    change, except those of the normalization layers if `train_norms`.
+    change, except those of the normalization layers if `train_norms`. With a run, there are checkpoints, and the run
+    may go on from one. Returns the seconds it took.
     """
     compared = _objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     if not sparse_attention.searching:
         raise ValueError("the mask of this model is frozen: there is nothing to learn")
-    model.eval().requires_grad_(False)
-    sparse_attention.train()  # draws the mask that is learned
+    model.requires_grad_(False)
     search, logits = _searched(sparse_attention)
     logits.requires_grad_(True)
     parts = _HeadLevels(logits) if search.has_budget and search.sparsity_scope == "global" else None
@@ -164,48 +168,60 @@ def learn_mask(
     for parameter in norms:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    if parts is not None:
+        optimizer.register_step_pre_hook(parts.split)
+        optimizer.register_step_post_hook(parts.join)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
-    for step, batch in enumerate(tqdm(batches, "Searching", steps, disable=None)):
-        sparse_attention.set_progress((step + 1) / steps)
-        with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
-            targets = compared.record(model, batch)
-        loss = compared.loss(compared.record(model, batch), targets)
-        model.zero_grad()
-        loss.backward()
-        if parts is not None:
-            parts.split_gradient()
-        optimizer.step()
-        if parts is not None:
-            parts.update()
-        schedule.step()
+
+    def targets(batch):
+        with running_through(model, dense), _swapped(norms, originals):
+            return compared.record(model, batch)
+
+    seconds = _train(model, batches, steps, compared, targets, (optimizer, schedule), 0.0, run)
     sparse_attention.set_progress(1.0)
+    return seconds
+
+
+def _train(model, batches, steps, compared, targets, optimizers, max_grad_norm, run, masks=None):
+    """Train for so many steps, or what is left of them, and return the seconds of all."""
+    with ExitStack() as stack:
+        run = run or stack.enter_context(without_checkpoints(model))
+        if steps:
+            training = copy.copy(run.training)
+            training.max_steps, training.max_grad_norm = steps, max_grad_norm
+            trainer = MatchingTrainer(model, training, batches, compared, targets, optimizers, masks)
+            run.train(trainer)
     model.eval()
+    return trainer.train_seconds if steps else 0.0
 
 
 class _HeadLevels:
     """
     Mask logits as the mean of each head, which says what share of a common budget it gets (see [`head_budgets`]), and
     the differences from it. Adam, which divides every gradient by its size, would otherwise move the mean by what all
-    parameters of a head happen to have in common.
+    parameters of a head happen to have in common. Before each step of the optimizer, the logits are split into the two
+    parts, and then joined.
     """
 
     def __init__(self, logits: torch.nn.Parameter) -> None:
         self.logits = logits
         self.levels = logits.detach().mean(-1, keepdim=True).requires_grad_(True)
-        self.within = (logits.detach() - self.levels.detach()).requires_grad_(True)
+        self.within = torch.empty_like(logits).requires_grad_(True)
 
-    def split_gradient(self) -> None:
-        """Turn the gradient of the logits into those of the two parts."""
+    @torch.no_grad()
+    def split(self, *_: object) -> None:
+        """Split logits and gradient into the two parts."""
         gradient = self.logits.grad
         assert gradient is not None
+        self.levels.copy_(self.logits.mean(-1, keepdim=True))
+        self.within.copy_(self.logits - self.levels)
         self.levels.grad = gradient.sum(-1, keepdim=True)
         self.within.grad = gradient - gradient.mean(-1, keepdim=True)
 
     @torch.no_grad()
-    def update(self) -> None:
+    def join(self, *_: object) -> None:
         """Set the logits to the sum of the two parts."""
-        self.within.sub_(self.within.mean(-1, keepdim=True))
-        self.logits.copy_(self.within + self.levels)
+        self.logits.copy_(self.within - self.within.mean(-1, keepdim=True) + self.levels)
 
 
 @contextmanager
@@ -227,14 +243,17 @@ def recover(
     batches: Iterable[Batch],
     steps: int,
     learning_rate: float,
-    log: Callable[[int, float], None] | None = None,
     objective: str = "pooled",
     masks: "Mapping[int, SparseMask] | None" = None,
     bf16: bool = False,
-) -> None:
-    """Train the weights through the frozen mask, without dropout, to compute the same as the dense model."""
-    compared, sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
-    model.eval().requires_grad_(True)
+    run: TrainingRun | None = None,
+) -> float:
+    """
+    Train the weights through the frozen mask, without dropout, to compute the same as the dense model. The run and
+    what is returned are those of [`learn_mask`].
+    """
+    compared = _objective(objective, model, bf16)
+    model.requires_grad_(True)
     trained = model if compared.of_head else model.base_model
     # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
     optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
@@ -242,19 +261,11 @@ def recover(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
     )
-    for step, batch in enumerate(tqdm(batches, "Recovering", steps, disable=None)):
-        if masks is not None and step in masks:
-            sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
-        with torch.no_grad():
-            targets = compared.record(teacher, batch)
-        loss = compared.loss(compared.record(model, batch), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if log is not None:
-            log(step, loss.item())
+
+    def targets(batch):
+        return compared.record(teacher, batch)
+
+    return _train(model, batches, steps, compared, targets, (optimizer, schedule), 1.0, run, masks)
 
 
 def _objective(name, model, bf16):

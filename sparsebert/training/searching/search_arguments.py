@@ -30,7 +30,6 @@ from ...models.architectures import check_architecture, num_positions, shares_we
 from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, model_class_of
-from ...output_folders import check_free
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import MissingSplitError, choose_splits
 from ..finetuning.task_models import model_and_mask_arguments
@@ -108,6 +107,10 @@ class PostHocArguments(CheckedFields, HubArguments):
         patterns (`bool`): Compare with random and manual masks.
         timed (`bool`): Time inference with the mask and without it.
         seed (`int`): Random seed.
+        save_steps (`int`): Number of steps of search or recovery from one checkpoint to the next; there is also one at
+            the end of each. They are removed when the run is finished.
+        resume (`bool`): Continue from the newest complete checkpoint.
+        allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Replace what is in the output folder, once the search is finished.
     """
 
@@ -141,6 +144,9 @@ class PostHocArguments(CheckedFields, HubArguments):
     patterns: bool = True
     timed: bool = True
     seed: int = validated_field(number(0, LARGEST_SEED), default=0)
+    save_steps: int = validated_field(number(1), default=500)
+    resume: bool = False
+    allow_partial_resume: bool = False
     overwrite: bool = False
 
     @property
@@ -233,7 +239,6 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     check_effects(_NO_EFFECT, options)
     _check_text(options)
     check_kept(str(options.output_dir), "model", options)
-    check_free(str(options.output_dir), options.overwrite)
     _check_mask(options, fields, given)
     config = _check_model(options)
     model = _model_without_weights(config)

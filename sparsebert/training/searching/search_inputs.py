@@ -4,6 +4,7 @@ compare masks on.
 """
 
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,10 @@ class TextRows:
     held_out: torch.Tensor  # (M, n)
     shortest: int | None  # see `PostHocArguments`
 
+    def record(self) -> dict[str, int]:
+        """What tells other text apart."""
+        return _record([self.rows])
+
     def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
         """Yield random batches, see [`random_batches`]."""
         return random_batches(self.rows, batch_size, steps, seed, self.shortest)
@@ -60,6 +65,10 @@ class Inputs:
 
     train: dict[int, dict[str, torch.Tensor]]  # by length
     held_out: list[dict[str, torch.Tensor]]
+
+    def record(self) -> dict[str, int]:
+        """What tells other inputs apart."""
+        return _record([values for inputs in self.train.values() for values in inputs.values()])
 
     def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
         """
@@ -112,6 +121,13 @@ class TaskInputs(Inputs):
         back = np.argsort(order)
         outputs = tuple(part[back] for part in outputs) if isinstance(outputs, tuple) else outputs[back]
         return self.data.evaluate(split, outputs)[1][task.main_metric]
+
+
+def _record(tensors):
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.cpu().numpy(), checksum)
+    return {"rows": sum(map(len, tensors)), "checksum of the rows": checksum}
 
 
 def read_text(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", device: str) -> TextRows | Inputs:

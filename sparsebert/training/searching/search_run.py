@@ -5,19 +5,20 @@ This module reads model and text and writes the results; [`~sparsebert.training.
 """
 
 import copy
+import dataclasses
 import os
+import shutil
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import set_seed
 from transformers.utils import logging
 
 from ...analysis.reporting.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ...analysis.tables import Table
-from ...files import METRICS_NAME, write_metrics
+from ...files import CHECKPOINT, METRICS_NAME, write_metrics
+from ...finite_weights import check_weights
 from ...hub import read_tokenizer
 from ...learning.budget import scheduled
 from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
@@ -25,11 +26,13 @@ from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
 from ...models.loading import model_class_of, read_model, warn_of_modules
-from ...output_folders import written_whole
+from ..runs.checkpoint_manifests import newest_whole
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
+from ..runs.run_life import TrainingRun, training_run
 from .dense_agreement import agreement, inference_seconds
 from .matching import carrier, learn_mask, recover, running_through, start_from_attention
+from .matching_trainer import matching_arguments
 from .objectives import predicts_tokens
 from .search_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .search_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
@@ -51,7 +54,7 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
-    matplotlib is installed, pictures: all in the end, or nothing.
+    matplotlib is installed, pictures. Until then there are checkpoints, from which `resume` continues.
     """
     # Without a Trainer, accelerate does not see the processes of torchrun on a CPU.
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -60,39 +63,45 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         )
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
-    with written_whole(str(options.output_dir), options.overwrite) as folder:
-        return _search(options, config, fields, folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    saving = {"save_steps": options.save_steps, "seed": options.seed}
+    with training_run(matching_arguments(device, options.output_dir, **saving), options) as run:
+        metrics = _search(run, options, config, fields, device)
+        for path in run.folder.iterdir():
+            if CHECKPOINT.fullmatch(path.name):
+                shutil.rmtree(path)
+        return metrics
 
 
 def _search(
+    run: TrainingRun,
     options: PostHocArguments,
     config: "PreTrainedConfig",
     fields: dict[str, Any],
-    output: Path,
+    device: str,
 ) -> dict[str, Any]:
-    start = time.perf_counter()
-    set_seed(options.seed)
+    run.define(options, config, search=fields)  # now, and again when the text is known, which takes longer
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     warn_of_modules(str(options.model), **hub_arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     warn_of_slow_bfloat16(options.bf16, device)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
-    seconds = {"prepare": time.perf_counter() - start}
+    run.define(options, config, search=fields, **source.record())
+    seconds = {"prepare": time.perf_counter() - run.began}
 
     model: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
+    check_weights(model, f"model {options.model}")
     model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
-    begin = time.perf_counter()
     given = given_mask(options, fields, config)
     attach_mask(model, options, fields, given)
     outcome, learned = None, None
     masks = {} if given is None else {GIVEN: given}
     if given is None:
-        started_from, outcome, learned = _learn(model, options, fields, source)
-        masks = {LEARNED: _freeze(model, learned, {"run": output.name}), STARTED_FROM: started_from}
-        seconds["search"] = time.perf_counter() - begin
+        started_from, outcome, learned, seconds["search"] = _learn(run, model, options, fields, source)
+        found = _freeze(model, learned, {"run": run.folder.resolve().name})
+        masks = {LEARNED: found, STARTED_FROM: started_from}
     mask = model.sparse_attention.mask
 
     mlm_tokenizer = tokenizer if predicts_tokens(model) else None
@@ -106,9 +115,7 @@ def _search(
     report = _compare(model, compared, source, teacher, mlm_tokenizer, options.seed)
     seconds["report"] = time.perf_counter() - begin
     if options.recover and teacher is not None:
-        begin = time.perf_counter()
-        _recover(model, teacher, options, source, learned)
-        seconds["recover"] = time.perf_counter() - begin
+        seconds["recover"] = _recover(run, model, teacher, options, source, learned)
         recovered = RECOVERED.format(own_mask(options.mask))
         report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
         masks[recovered] = mask
@@ -116,6 +123,8 @@ def _search(
     if options.timed:
         stock: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
         inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
+    output = run.folder
+    output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     probs = None
@@ -125,7 +134,7 @@ def _search(
     if find_spec("matplotlib") and (mask.sparsity or probs is not None):
         draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
-    seconds["total"] = time.perf_counter() - start
+    seconds["total"] = time.perf_counter() - run.began
     metrics = {
         "model": options.model,
         "task": options.task,
@@ -149,22 +158,24 @@ def _search(
 
 
 def _learn(
+    run: TrainingRun,
     model: Any,
     options: PostHocArguments,
     fields: dict[str, Any],
     source: TextRows | Inputs,
-) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
-    """Run the search: the mask that it starts from, how well it decides, and what it learned."""
+) -> tuple[SparseMask, dict[str, Any], LearnedMask, float]:
+    """Run the search: the mask that it starts from, how well it decides, what it learned, and its seconds."""
+    begin = time.perf_counter()
     sparse_attention, dense = model.sparse_attention, carrier(model)
     steps, batch_size = options.sizes
     start_from_attention(model, dense, source.start(batch_size, options.seed))
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
-    batches = source.batches(batch_size, steps, options.seed)
-    learn_mask(
+    seconds, batches = time.perf_counter() - begin, source.batches(batch_size, steps, options.seed)
+    seconds += learn_mask(
         model, batches, steps, options.learning_rate, dense, options.train == "norms", options.objectives[0],
-        options.bf16,
+        options.bf16, run,
     )  # fmt: skip
-    return started_from, sparse_attention.outcome(), sparse_attention.learned
+    return started_from, sparse_attention.outcome(), sparse_attention.learned, seconds
 
 
 def _freeze(model: Any, learned: LearnedMask, metadata: dict[str, Any]) -> SparseMask:
@@ -195,17 +206,28 @@ def _compare(
 
 
 def _recover(
+    run: TrainingRun,
     model: Any,
     teacher: "PreTrainedModel",
     options: PostHocArguments,
     source: TextRows | Inputs,
     learned: LearnedMask | None,
-) -> None:
-    """Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it."""
-    masks = None
+) -> float:
+    """
+    Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it. Returns
+    the seconds it took.
+    """
+    masks, searched = None, run.folder / f"checkpoint-{options.sizes[0]}"
+    if learned is not None and options.sizes[0]:
+        # Its checkpoints lie in the last one of the search, with which a resumed run begins.
+        training = copy.copy(run.training)
+        training.output_dir = str(searched / "recovery")
+        found = newest_whole(training.output_dir, options.allow_partial_resume, interrupted=True)
+        training.resume_from_checkpoint = found and str(found)
+        run = dataclasses.replace(run, training=training)
     if options.recover_from is not None and learned is not None:
         masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
-    recover(
+    return recover(
         model,
         teacher,
         source.batches(options.sizes[1], options.recover, options.seed + 1),
@@ -214,6 +236,7 @@ def _recover(
         objective=options.objectives[1],
         masks=masks,
         bf16=options.bf16,
+        run=run,
     )
 
 

@@ -1,0 +1,98 @@
+"""The Trainer of a post-hoc search and of its recovery, with the checkpoints, signals and checks of all runs."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PrinterCallback, TrainingArguments
+
+from ...learning.search_schedule import SearchSchedule
+from ...masks.sparse_mask import SparseMask
+from ...models.sparse_attention import get_sparse_attention
+from ..runs.run_life import TrainingRun
+from ..trainer import SparseBertTrainer
+from .objectives import Batch, Objective, inputs_of
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def matching_arguments(device: str, output_dir: Any, **fields: Any) -> dict[str, Any]:
+    """The arguments of a Trainer that matches, on one device."""
+    quiet = {"report_to": "none", "logging_strategy": "no", "disable_tqdm": not sys.stderr.isatty()}
+    return {"output_dir": str(output_dir), "use_cpu": device == "cpu", "save_total_limit": 1} | quiet | fields
+
+
+@contextmanager
+def without_checkpoints(model: "PreTrainedModel") -> Iterator[TrainingRun]:
+    """Context manager for a training whose caller keeps no folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {"save_strategy": "no", "seed": torch.initial_seed() % 2**32}
+        yield TrainingRun(TrainingArguments(**matching_arguments(model.device.type, folder, **fields)))
+
+
+class _InOrder(IterableDataset):
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(inputs_of, self._batches)
+
+
+class MatchingTrainer(SparseBertTrainer):
+    """
+    Trains a model, without dropout, to compute what another one computes on given batches.
+
+    Args:
+        model (`PreTrainedModel`): The model, with a mask or a search.
+        run ([`TrainingRun`]): Its arguments, `max_steps` among them.
+        batches (`Iterable`): A batch per step, always the same ones.
+        objective ([`Objective`]): What is compared.
+        targets (`Callable`): `(batch) -> tensors`: what the other model computes.
+        optimizers (`tuple`): Optimizer and schedule.
+        masks (`Mapping`, *optional*): Masks to change to, by the step that they begin with.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        training: TrainingArguments,
+        batches: Iterable[Batch],
+        objective: Objective,
+        targets: Callable[[Batch], Sequence[torch.Tensor]],
+        optimizers: tuple[Any, Any],
+        masks: Mapping[int, SparseMask] | None = None,
+    ) -> None:
+        if training.n_gpu > 1:
+            training._n_gpu = 1  # otherwise it would split each batch
+        # The progress is that at the end of a step.
+        schedule = SearchSchedule(position=lambda state: (state.global_step + 1, state.max_steps))
+        super().__init__(model, training, optimizers=optimizers, callbacks=[schedule])
+        self.remove_callback(PrinterCallback)
+        self._batches, self._objective, self._targets, self._masks = batches, objective, targets, masks or {}
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(_InOrder(self._batches), batch_size=None)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sparse_attention = get_sparse_attention(model.eval())
+        if self.state.global_step in self._masks:
+            self._use(self._masks[self.state.global_step])
+        with torch.no_grad():
+            targets = self._targets(inputs)
+        sparse_attention.train(sparse_attention.searching)  # draws the mask that is learned
+        return self._objective.loss(self._objective.record(model, inputs), targets)
+
+    def _restore_mask(self, resume_from_checkpoint):
+        if self._masks:
+            self._use(SparseMask.from_pretrained(resume_from_checkpoint))
+        super()._restore_mask(resume_from_checkpoint)
+
+    def _use(self, mask):
+        sparse_attention = get_sparse_attention(self.model)
+        sparse_attention.set_mask(mask, search=sparse_attention.config.search)
