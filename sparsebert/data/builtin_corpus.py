@@ -111,7 +111,7 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
         try:
             with gzip.open(cache_file, "rt", encoding="utf-8") as file:
                 return [Document(**json.loads(line)) for line in file]
-        except (OSError, EOFError, ValueError, TypeError, zlib.error) as error:
+        except (OSError, EOFError, ValueError, RecursionError, TypeError, zlib.error) as error:
             logger.warning(f"{cache_file} is damaged ({error}), and is made again.")
 
     documents = _extract(versions)

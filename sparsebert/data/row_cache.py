@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from filelock import FileLock, Timeout
+from huggingface_hub.utils.sha import sha_fileobj
 from transformers.utils import logging
 
 from ..files import make_folder
@@ -43,11 +44,12 @@ def key_of(*parts: Any) -> str:
 def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """
     A file that is made once: by the first process that asks, while others on the machine wait for it. Its name says
-    all that its content depends on. `write` writes it aside, in a folder of its own, of which nothing stays.
-    If nothing can be written to the folder of `datasets`, the file is made for this process alone, with a warning.
+    all that its content depends on. `write` writes it aside, in a folder of its own, of which nothing stays. A file
+    beside it holds its hash: one that is damaged is made again, with a warning. If nothing can be written to the
+    folder of `datasets`, the file is made for this process alone, with a warning.
     """
     path = folder / name
-    if os.access(path, os.R_OK):
+    if _is_whole(path):
         return path
     try:
         if str(folder).startswith("~"):
@@ -69,11 +71,14 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
         lock.acquire()
     aside = folder / f"{name}.incomplete"
     try:
-        if not path.is_file():
+        if not _is_whole(path):
+            if path.exists():
+                logger.warning(f"{path} is damaged, or of another version, and is made again.")
             shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed: nobody else has the lock
             aside.mkdir()
             write(aside / name)
-            os.replace(aside / name, path)
+            for made in (_hash_file(aside / name), aside / name):  # the file itself says that both are there
+                os.replace(made, folder / made.name)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
@@ -86,6 +91,25 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         lock.release()
     return path
+
+
+def _hash_file(path: Path) -> Path:
+    """The file beside another one, written anew, that holds its hash."""
+    with path.open("rb") as file:
+        content = sha_fileobj(file).hex()
+    path = path.with_name(f"{path.name}.sha256")
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def _is_whole(path):
+    """Whether a file is there, and the one that was written."""
+    try:
+        said = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            return sha_fileobj(file).hex() == said
+    except (OSError, ValueError):
+        return False
 
 
 def cache_folder(cache_dir: str | os.PathLike | None, kept: bool = True) -> Path:
@@ -117,7 +141,6 @@ def cached_rows(
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter
-    from pyarrow import ArrowInvalid
 
     kept = fingerprint is not None
     key = key_of(fingerprint, _tokenizer_key(tokenizer), dict(settings)) if kept else os.urandom(16).hex()
@@ -129,11 +152,7 @@ def cached_rows(
                 writer.write_table(table)
             writer.finalize()
 
-    path = cached_file(cache_folder(cache_dir, kept), f"rows-{key}.arrow", write)
-    try:
-        return datasets.Dataset.from_file(str(path))
-    except (ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, and it is made again") from error
+    return datasets.Dataset.from_file(str(cached_file(cache_folder(cache_dir, kept), f"rows-{key}.arrow", write)))
 
 
 def _tokenizer_key(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
@@ -160,7 +179,4 @@ def cached_json(
         path.write_text(json.dumps(make()), encoding="utf-8")
 
     path = cached_file(cache_folder(cache_dir), f"vocabulary-{key_of(fingerprint, *settings)}.json", write)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it, and it is made again") from error
+    return json.loads(path.read_text(encoding="utf-8"))

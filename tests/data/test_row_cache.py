@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from processes import SERVER, start
 from transformers import BertTokenizerFast
+from transformers.utils import logging
 
 from sparsebert.commands import main
 from sparsebert.data.documents import Documents, load_documents
@@ -37,7 +38,8 @@ def text(tmp_path_factory):
 
 
 def files(folder):
-    return sorted(path.name for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".lock")
+    kept = (path for path in Path(folder).rglob("*") if path.is_file() and path.suffix not in (".lock", ".sha256"))
+    return sorted(path.name for path in kept)
 
 
 def checksum(rows):
@@ -205,19 +207,35 @@ def test_other_errors_are_not_blamed_on_the_cache(word_tokenizer, tmp_path):
     assert not files(tmp_path / "cache") and not list(tmp_path.rglob("*.incomplete"))
 
 
-@pytest.mark.parametrize("content", [b"", b"no rows", b"ARROW1"])
-def test_a_damaged_file_is_named(word_tokenizer, text, tmp_path, content):
-    def read():
-        train_tokenizer(load_documents(text), 150, cache_dir=tmp_path)
-        return pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path)
+def flipped(content):
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
-    rows = len(read())
-    for path in [path for path in (tmp_path / "sparsebert").iterdir() if path.suffix in (".json", ".arrow")]:
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path} is damaged .*: delete it, and it is made again"):
-            read()
-        path.unlink()
-        assert len(read()) == rows
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "another kind": lambda content: b"5",
+    "a bit flipped": flipped,
+    "end missing": lambda content: content[:-8],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_made_again(word_tokenizer, text, tmp_path, caplog, monkeypatch, damage):
+    def read():
+        vocabulary = train_tokenizer(load_documents(text), 150, cache_dir=tmp_path).get_vocab()
+        return vocabulary, pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path)[:]
+
+    monkeypatch.setattr(logging.get_logger("sparsebert"), "propagate", True)
+    want = read()
+    made = [path for path in (tmp_path / "sparsebert").iterdir() if path.suffix != ".lock"]
+    assert len(made) == 4  # each with its hash
+    for path in made:
+        path.write_bytes(DAMAGE[damage](path.read_bytes()))
+        caplog.clear()
+        assert read() == want
+        assert f"{path.with_name(path.name.removesuffix('.sha256'))} is damaged" in caplog.text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
