@@ -46,6 +46,11 @@ def sparse_attention_forward(
     check_arguments(module, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == SAVED_NAME:
+            raise RuntimeError(
+                f"{type(module).__name__}: the model was saved with a mask, and loaded without it while "
+                "sparsebert.plugin was disabled: load it with sparsebert.load"
+            )
         if mask_inputs is None and not torch.compiler.is_compiling():
             logger.warning_once(
                 f"{type(module).__name__} runs dense, since its model carries no mask: pass one to sparsebert.attach. "

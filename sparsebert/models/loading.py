@@ -19,7 +19,7 @@ from ..checks import in_short, is_out_of_memory
 from ..hub import check_available, check_path, naming_the_file, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
-from . import stock_loading
+from . import saving, stock_loading
 from .architectures import check_architecture
 from .bert import modeling_sparsebert
 from .bert.auto_classes import register_auto_classes
@@ -130,7 +130,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
                 )
         return read_model(model_class.from_pretrained, source, **kwargs)
     if PARTS_FIELD in vars(config):
-        if not stock_loading.finds_masks:
+        if not saving.plugin_enabled:
             raise ValueError(f"{source}: only sparsebert.plugin attaches masks of parts: call its enable() first")
         return read_model(model_class.from_pretrained, source, **kwargs)
     check_architecture(config.model_type)
@@ -138,7 +138,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         check_architecture(own_config.model_type)  # another class, as the configuration may name it, has no mask
     if find_descriptions(source, **hub_arguments) == (None, None):
         raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
-    if stock_loading.finds_masks:
+    if saving.plugin_enabled:
         return read_model(model_class.from_pretrained, source, **kwargs)
     if hasattr(model_class, "_model_mapping"):
         model_class = _get_model_class(config, model_class._model_mapping)

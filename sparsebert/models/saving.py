@@ -1,5 +1,6 @@
 """What all models with a mask have in common, and what they save: one state of the mask per folder and repository."""
 
+import json
 import os
 from os import PathLike
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from ..attention.model_masks import sparse_attention_of
 from ..checks import printable
 from ..files import replace_files
+from ..hub import read_config
 from ..learning.mask_description import OWN_FIELDS, search_file
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import (
@@ -29,16 +33,22 @@ from ..masks.sparse_mask import SparseMask
 from .bert.configuration_sparsebert import SparseBertConfig
 from .forward_with_mask import MaskedForward
 from .model_cards import save_model_card
-from .model_configs import Derived
+from .model_configs import AUTO_MAP_FIELD, Derived, saved_fields
 from .sparse_attention import SparseAttention, get_sparse_attention
 
 
 logger = logging.get_logger(__name__)
 
+# Whether `from_pretrained` and `save_pretrained` of transformers know of masks, which the plugin says.
+plugin_enabled = False
+
 if TYPE_CHECKING:
     _ModelBase = PreTrainedModel
 else:
     _ModelBase = object
+
+# What follows the task type in the configuration of an adapter with a mask: PEFT without this package refuses it.
+_TASK_NOTE = "with a sparse attention mask (pip install sparsebert)"
 
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
@@ -60,6 +70,41 @@ def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
         replace_files(
             {folder / SEARCH_CONFIG_NAME: search_file(sparse_attention.config), folder / MASK_LOGITS_NAME: weights}
         )
+    mark_adapter(folder, sparse_attention.mask)
+
+
+def mark_adapter(folder: Path, mask: SparseMask | None) -> None:
+    """
+    Have PEFT without this package refuse the adapter in a folder, if there is one. `mask`: that of the adapter, if it
+    is frozen.
+    """
+    path = folder / ADAPTER_CONFIG_NAME
+    if path.is_file():
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not _applied_by_base(mask, fields.get("base_model_name_or_path")):
+            fields["task_type"] = f"{fields.get('task_type') or ''} {_TASK_NOTE}".lstrip()
+            replace_files({path: (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()})
+
+
+def _applied_by_base(mask, base):
+    """Whether a base model has the same mask, and code that applies it where this package is not installed."""
+    if mask is None or base is None:
+        return False
+    try:
+        config = read_config(base, local_files_only=True)
+        return AUTO_MAP_FIELD in saved_fields(config.model_type) and mask == SparseMask.from_pretrained(
+            base, local_files_only=True
+        )
+    except (OSError, ValueError, HTTPError):
+        return False  # it has none, or is not here
+
+
+def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an adapter as PEFT wrote it, before [`mark_adapter`]."""
+    task = fields.get("task_type")
+    if isinstance(task, str) and task.endswith(_TASK_NOTE):
+        return fields | {"task_type": task.removesuffix(_TASK_NOTE).rstrip() or None}
+    return fields
 
 
 def remove_mask(folder: Path, adapter: bool) -> None:
@@ -171,6 +216,16 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """The weights, with a warning if they are saved as a part of others by what knows of no masks."""
+        if prefix and not plugin_enabled and sparse_attention_of(self) is not None:
+            logger.warning_once(
+                f"The weights of a model that contains a {type(self).__name__} with a mask do not hold that mask, and "
+                "while sparsebert.plugin is disabled, save_pretrained of such a model or of an adapter does not write "
+                "it: call sparsebert.plugin.enable(), or save this part too."
+            )
+        return super().state_dict(*args, prefix=prefix, **kwargs)
 
     def prepare_saving(self) -> None:
         """Check whether the model can be loaded from what is saved, and have its configuration describe the mask."""

@@ -23,8 +23,6 @@ from .model_configs import Derived, forget_saved_fields, warn_of_missing_mask
 
 logger = logging.get_logger(__name__)
 
-# Whether `from_pretrained` of transformers goes through [`from_pretrained_with_mask`], which the plugin says.
-finds_masks = False
 # The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
 _resolve_revision: Any = getattr(hub, "resolve_revision", None)
 

@@ -12,9 +12,9 @@ from transformers.integrations import PeftAdapterMixin
 from transformers.utils import PushToHubMixin
 
 from ..attention.interface import register_names, unregister_names
-from ..models import stock_loading
+from ..models import saving
 from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
-from .adapters import load_adapter, save_adapters, set_adapter
+from .adapters import adapter_config, load_adapter, save_adapters, set_adapter
 from .replacements import AfterImport, Replacement
 from .stock_models import from_pretrained, save_pretrained, upload
 
@@ -50,10 +50,11 @@ def enable() -> None:
     _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
     _replaced.append(Replacement(PeftAdapterMixin, "set_adapter", set_adapter))
     _replaced.append(AfterImport("peft", _extend_peft))
-    stock_loading.finds_masks = True
+    saving.plugin_enabled = True
 
 
 def _extend_peft(peft):
+    _replaced.append(Replacement(peft.config.PeftConfigMixin, "from_json_file", adapter_config))
     _replaced.append(Replacement(peft.PeftModel, "load_adapter", load_adapter))
     _replaced.append(Replacement(peft.PeftModel, "set_adapter", set_adapter))
     _replaced.append(Replacement(peft.PeftModel, "save_pretrained", save_adapters))
@@ -66,7 +67,7 @@ def disable() -> None:
     [`load`], [`attach`] and `save_pretrained` of models with a mask still work. A model with a mask enters the names
     of its backends in the table again when it is made or run, and [`load`] the model type `sparsebert`.
     """
-    stock_loading.finds_masks = False
+    saving.plugin_enabled = False
     while _replaced:
         _replaced.pop().undo()
     unregister_names()

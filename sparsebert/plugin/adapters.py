@@ -20,7 +20,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.attaching import attach_saved
 from ..models.parts import warn_of_parts
-from ..models.saving import remove_mask, save_with_adapter
+from ..models.saving import mark_adapter, remove_mask, save_with_adapter, unmarked
 from .replacements import by_name
 
 
@@ -42,8 +42,13 @@ def attach_mask_of_adapter(
     """Give a model the mask that was saved with an adapter in `source`, if there is one. `adapter`: its name here."""
     inner: Any = without_adapters(model)
     found = find_descriptions(source, **hub_arguments)
-    if found == (None, None) or not isinstance(inner, PreTrainedModel):
+    if found == (None, None):
         return
+    if not isinstance(inner, PreTrainedModel):
+        raise MaskFileError(
+            f"{source}: the adapter was trained with a mask, which a {type(inner).__name__} cannot have: load it as a "
+            "PeftModel of a model of transformers"
+        )
     check_subfolder(hub_arguments.get("subfolder"))
     check_architecture(inner.config.model_type)
     if found.mask is not None:
@@ -165,6 +170,11 @@ def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     return result
 
 
+def adapter_config(stock: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What `from_json_file` of a configuration of PEFT does while the plugin is enabled, which attaches the mask."""
+    return unmarked(stock(cls, *args, **kwargs))
+
+
 def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
     """What `save_pretrained` of a model of PEFT does while the plugin is enabled."""
     arguments = by_name(stock, model, save_directory, *args, **kwargs)
@@ -183,6 +193,7 @@ def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *a
             save_with_adapter(sparse_attention, folder)
         else:
             other.save_pretrained(folder)
+            mark_adapter(folder, other)
     if isinstance(inner := without_adapters(model), PreTrainedModel):
         warn_of_parts(inner)
     return result

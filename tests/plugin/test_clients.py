@@ -38,6 +38,7 @@ from sparsebert import (
     detach,
     extend_positions,
     load,
+    plugin,
     sparsity,
 )
 from sparsebert.attention.model_masks import without_adapters
@@ -552,6 +553,62 @@ def test_an_adapter_without_a_mask_replaces_one_with_it(peft, library, state, tm
         before = {path.name for path in folder.iterdir()}
         dense.save_pretrained(folder)
         assert before <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("task", [None, "TOKEN_CLS"])
+def test_peft_alone_refuses_an_adapter_with_a_mask(peft, adapter, task, state, word_tokenizer, tmp_path):
+    """What the configuration of the adapter says is gone once it is loaded, and there again once it is saved."""
+    model, folder, stock = adapter
+    model.peft_config["default"].task_type = task
+    model.save_pretrained(folder)
+    loaders = (
+        peft.AutoPeftModel.from_pretrained,
+        AutoModelForMaskedLM.from_pretrained,
+        stock_model().load_adapter,
+        lambda path: peft.PeftModel.from_pretrained(stock_model(), path),
+    )
+    for place in ("adapter", "again"):
+        plugin.disable()
+        try:
+            for loader in loaders:
+                with pytest.raises(ValueError, match=r"with a sparse attention mask \(pip install sparsebert\)'"):
+                    loader(str(tmp_path / place))
+        finally:
+            plugin.enable()
+        loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path / place)
+        assert loaded.peft_config["default"].task_type == task
+        assert_same(loaded, model)
+        loaded.save_pretrained(tmp_path / "again")
+    detach(loaded.get_base_model())
+    loaded.save_pretrained(tmp_path / "again")
+    plugin.disable()
+    try:
+        assert peft.PeftConfig.from_pretrained(tmp_path / "again").task_type == task
+    finally:
+        plugin.enable()
+
+
+def test_an_adapter_runs_where_the_code_of_its_base_applies_the_mask(peft, tmp_path):
+    with_mask(stock_model(), "frozen").save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(BertForMaskedLM.from_pretrained(tmp_path / "base"), lora(peft)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    other = load(tmp_path / "base")
+    other.set_mask(build_pattern("dense", LENGTH, 4))
+    peft.get_peft_model(other, lora(peft)).save_pretrained(tmp_path / "other")
+    plugin.disable()
+    try:
+        base = AutoModelForMaskedLM.from_pretrained(tmp_path / "base", trust_remote_code=True)
+        assert_same(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), model)
+        with pytest.raises(ValueError, match="pip install sparsebert"):
+            peft.PeftModel.from_pretrained(stock_model(), tmp_path / "other")
+    finally:
+        plugin.enable()
+
+
+def test_a_mixed_model_of_peft_refuses_the_mask_of_an_adapter(peft, tmp_path):
+    peft.get_peft_model(with_mask(stock_model(), "frozen"), lora(peft)).save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="which a PeftMixedModel cannot have"):
+        peft.PeftMixedModel.from_pretrained(stock_model(), tmp_path)
 
 
 def test_adapters_with_names_bring_their_mask(peft, tmp_path):

@@ -249,7 +249,7 @@ def test_folders_that_say_something_else(saved, tmp_path):
             EncoderDecoderModel.from_pretrained(folder)
 
 
-def test_without_the_plugin(saved):
+def test_without_the_plugin(saved, said):
     model, folder = saved
     plugin.disable()
     try:
@@ -257,7 +257,9 @@ def test_without_the_plugin(saved):
             EncoderDecoderModel.from_pretrained(folder)
         with pytest.raises(ValueError, match="only sparsebert.plugin attaches masks of parts"):
             load(folder)
+        assert "save_pretrained" not in said.text
         model.save_pretrained(folder.with_name("unplugged"))
+        assert "contains a BertModel with a mask do not hold that mask" in said.text
     finally:
         plugin.enable()
     with pytest.raises(MaskFileError, match="no mask in its folder mask-encoder"):

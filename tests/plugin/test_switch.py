@@ -51,6 +51,8 @@ def test_explicit_functions_work_while_it_is_disabled(state, tmp_path):
         assert load(tmp_path / "encoder").sparse_attention.mask == model.sparse_attention.mask
     stock = BertForMaskedLM.from_pretrained(tmp_path / "attached")
     assert type(stock) is BertForMaskedLM is type(AutoModelForMaskedLM.from_pretrained(tmp_path / "attached"))
+    with pytest.raises(RuntimeError, match="saved with a mask, and loaded without it"):
+        stock(IDS)
 
 
 def test_models_with_a_mask_still_run_once_it_is_disabled(tmp_path):
