@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name, with_attentions
+from ..attention.choosing.choice import ATTENTION_NAMES, TWINS, sparse_name, with_attentions
 from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
+from ..attention.model_masks import sparse_attention_of
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape
 from .coverage import check_reached
@@ -63,12 +64,20 @@ class MaskedForward(_ModelBase):
         if not is_init_check:
             # Callers write past the setter, which keeps whether the name was one of transformers.
             self.config._attn_implementation = requested_attention
+            self._keep_kind_of_name(requested_attention)
         return correct
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """As in transformers, whose names mean the backends of the same kind."""
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
         self.config._attn_implementation = attn_implementation  # also where only the kind of name is another
+        self._keep_kind_of_name(attn_implementation)
+
+    def _keep_kind_of_name(self, name: str | dict | None) -> None:
+        # Not in the configuration alone, which a model that this one is made a part of replaces.
+        sparse_attention = sparse_attention_of(self)
+        if sparse_attention is not None and not isinstance(name, dict):
+            sparse_attention.stock_named = sparse_name(name) if name in TWINS else None
 
 
 class MaskedBase(Derived, MaskedForward):
@@ -161,7 +170,8 @@ def _with_mask_inputs(model, names, args, kwargs):
     name = config._attn_implementation
     if given.get("output_attentions", config.output_attentions):
         needs.add("weights")
-        name = with_attentions(name) if getattr(config, STOCK_NAMED, False) else name
+        stock_named = getattr(config, STOCK_NAMED, False) or sparse_attention.stock_named == name
+        name = with_attentions(name) if stock_named else name
     documents, restore = find_documents(given, batch, length, device), None
     if documents is not None:
         check_documents(model)

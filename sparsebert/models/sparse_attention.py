@@ -67,6 +67,7 @@ class SparseAttention(Float32Module):
         places (`tuple` of `str`): Names of the attention modules in the base model, once it is attached.
         lists (`dict`): Lengths of the lists of layers in the base model by name, likewise.
         masks_of_adapters (`dict`): Frozen masks by the name of PEFT's adapters that were loaded with them.
+        stock_named (`str`, *optional*): The backend that was asked for by the name that transformers has for it.
     """
 
     mask_logits: nn.Parameter | None
@@ -95,6 +96,7 @@ class SparseAttention(Float32Module):
         self.places: tuple[str, ...] = ()
         self.lists: dict[str, int] = {}
         self.masks_of_adapters: dict[str, SparseMask] = {}
+        self.stock_named: str | None = None
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:

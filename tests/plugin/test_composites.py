@@ -173,6 +173,29 @@ def test_a_model_put_together_from_loaded_parts(tmp_path):
     torch.testing.assert_close(outputs(model, TEXTS), outputs(stock, TEXTS))
 
 
+def test_parts_return_attentions_under_names_of_transformers(saved):
+    """As whole models do: the reference runs instead. Named itself, the backend is refused."""
+    _, folder = saved
+    parts = [attach(part, "window", attn_implementation="sdpa", **WINDOW) for part in (bert(), decoder())]
+    later = EncoderDecoderModel(encoder=attach(bert(BertForMaskedLM), "window", **WINDOW).bert, decoder=decoder())
+    later.set_attn_implementation("sdpa")
+    own = bert(SparseBertModel, SparseBertConfig, mask_length=LENGTH, pattern="window")
+    own.set_attn_implementation("sdpa")
+    models = {
+        "before": EncoderDecoderModel(encoder=parts[0], decoder=parts[1]),
+        "after": later,
+        "copied": copy.deepcopy(later),
+        "loaded": EncoderDecoderModel.from_pretrained(folder, attn_implementation="sdpa"),
+        "own": EncoderDecoderModel(encoder=own, decoder=decoder()),
+    }
+    for name, model in models.items():
+        found = model.eval()(**TEXTS, output_attentions=True).encoder_attentions
+        assert len(found) == 2 and not found[0][..., 0, -1].any(), name
+        model.encoder.set_attn_implementation("sparse_sdpa")
+        with pytest.raises(ValueError, match="does not support output_attentions=True"):
+            model(**TEXTS, output_attentions=True)
+
+
 def test_what_needs_one_mask_names_the_parts(saved):
     model, _ = saved
     with pytest.raises(ValueError, match="give one of its parts that do, encoder, decoder.bert"):
