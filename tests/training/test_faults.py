@@ -179,7 +179,7 @@ def mask_of_another_shape(tiny_config):
 
 
 @row(5, "other base model")
-def other_base_model(tiny_config, caplog):
+def other_base_model(tiny_config, finetuning_flags, checkpoints, caplog, tmp_path):
     model = BertModel(BertConfig(**TINY))
     model.config.name_or_path = "user/other"
     mask = SparseMask(torch.ones(4, 16, 16, dtype=torch.bool), 16, metadata={"base_model": "user/base"})
@@ -194,6 +194,9 @@ def other_base_model(tiny_config, caplog):
         for _ in range(2):  # once, since then it has a mask of that model
             other.set_mask(mask)
         assert caplog.text.count(said) == 1
+    mask.save_pretrained(tmp_path / "mask")
+    assert main(finetuning_flags(tmp_path / "run", "--mask", tmp_path / "mask", "--max_steps", "1")) == 0
+    assert f"user/base (revision unknown), this model is {checkpoints['window']}" in caplog.text
 
 
 # Inputs
