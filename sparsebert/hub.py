@@ -12,12 +12,15 @@ from urllib.parse import unquote, urlsplit
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
     RevisionNotFoundError,
     StrictDataclassError,
 )
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
 from .checks import MAX_HEADS, MAX_LAYERS, in_short, nearest
 
@@ -202,6 +205,26 @@ def check_available(
         f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
         f"connection, fetch it with: hf download {' '.join(options)}"
     )
+
+
+def commits_of(config: "PreTrainedConfig") -> list[str]:
+    """Commits of a model of the Hub that it may have been loaded from; none if it cannot have been."""
+    source, commit = config.name_or_path or "", getattr(config, "_commit_hash", None)
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return []
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
+    return [commit] if commit else sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def commit_of(config: "PreTrainedConfig") -> str | None:
+    """
+    The commit on the Hub that a model was loaded from, as far as it is known: newer transformers do not say which, and
+    if several are cached, it could be any.
+    """
+    commits = [] if Path(config.name_or_path or "").is_dir() else commits_of(config)
+    return commits[0] if len(commits) == 1 else None
 
 
 def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedConfig":

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..hub import commit_of
 from ..learning.mask_description import Carrier, MaskDescription, default_mask_length
 
 
@@ -68,7 +69,7 @@ def carrier_of(model: PreTrainedModel) -> Carrier:
         is_decoder=bool(getattr(config, "is_decoder", False)),
         dropout=getattr(config, dropout),
         name=config.name_or_path or "",
-        revision=getattr(config, "_commit_hash", None),
+        revision=commit_of(config),
         window=window,
         local_layers=local_layers,
         one_layer=shares_weights(config),

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import ModelCard, ModelCardData, constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from transformers.utils import CONFIG_NAME
 
+from ..hub import commit_of, commits_of
 from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
 from .bert.configuration_sparsebert import SparseBertConfig
@@ -73,9 +71,8 @@ def _base(config):
     found, path = {}, None
     if source and Path(source).is_dir():
         path = Path(source, CARD_NAME)
-    elif commits := _cached_commits(source, getattr(config, "_commit_hash", None)):
-        # Transformers does not say which commit it has loaded. If several are cached, it could be any.
-        commit = commits[0] if len(commits) == 1 else None
+    elif commits_of(config):
+        commit = commit_of(config)
         found = {"base_model": source, "base_model_revision": commit}
         path = try_to_load_from_cache(source, CARD_NAME, revision=commit)
     try:
@@ -84,16 +81,6 @@ def _base(config):
         return found  # no card, or one that anybody may have written
     names = ("license", "license_name", "license_link", "language", "base_model", "base_model_revision")
     return {name: card.get(name) for name in names if card.get(name)} | found
-
-
-def _cached_commits(source, commit):
-    """Commits of a model of the Hub that it may have been loaded from; none if it cannot have been."""
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return []
-    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
-    return [commit] if commit else sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _how_to_load(name, class_name, saved, without_package):

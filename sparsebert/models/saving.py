@@ -16,7 +16,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 from ..attention.model_masks import sparse_attention_of
 from ..checks import printable
 from ..files import replace_files
-from ..hub import read_config
+from ..hub import commit_of, read_config
 from ..learning.mask_description import OWN_FIELDS, search_file
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import (
@@ -137,7 +137,7 @@ def _base_of(mask):
 def check_base(model: PreTrainedModel, mask: SparseMask, strict: bool = False) -> None:
     """Check whether a mask was found for the weights that it is to be used with."""
     found = _base_of(mask)
-    here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
+    here = (model.config.name_or_path or None, commit_of(model.config))
     if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
         return
     names = [printable(f"{name} (revision {revision or 'unknown'})") for name, revision in (found, here)]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ def may_carry(cls: Any) -> bool:
     return model_type in ARCHITECTURES and model_type != SparseBertConfig.model_type and not remote
 
 
+def _read_at(read, commit, cls, source, *args, **kwargs):
+    """What `read` returns, with a configuration that names the commit, which newer transformers do not."""
+    loaded = read(cls, source, *args, **kwargs)
+    config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
+    if commit is not None and str(config.name_or_path) == str(source):  # not that of an adapter's base model
+        config._commit_hash = commit
+    return loaded
+
+
 def from_pretrained_with_mask(
     read: Callable[..., Any], cls: Any, source: str | PathLike | None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -97,6 +107,7 @@ def from_pretrained_with_mask(
         revision = _resolve_revision(source, **known)
         if revision is not None:
             kwargs["revision"] = hub_arguments["revision"] = revision
+        read = partial(_read_at, read, getattr(revision, "resolved", None))
     found = find_descriptions(source, **hub_arguments)
     if found == (None, None):
         loaded = read(cls, source, *args, **kwargs)

@@ -773,7 +773,21 @@ def test_base_model_on_the_hub_is_named_with_its_revision(hub, client, tmp_path)
 tiny().push_to_hub("user/tiny")
 base = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
 sparsebert.attach(base, "window", mask_length=16).save_pretrained({str(tmp_path)!r})
+searched = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
+sparsebert.attach(searched, "dam_s", mask_length=16).save_pretrained({str(tmp_path / "search")!r})
+searched.freeze().save_pretrained({str(tmp_path / "mask")!r})
 """)
+    revision = hub.repos["user/tiny"].sha
     card = (tmp_path / "README.md").read_text()
     assert "\nbase_model: user/tiny\n" in card
-    assert f"\nbase_model_revision: {hub.repos['user/tiny'].sha}\n" in card
+    assert f"\nbase_model_revision: {revision}\n" in card
+    for name in ("search/search_config.json", "mask/mask_config.json"):
+        found = json.loads((tmp_path / name).read_text())
+        assert (found["base_model"], found["base_model_revision"]) == ("user/tiny", revision)
+    client.run(f"""
+with torch.no_grad():
+    base.get_input_embeddings().weight.add_(1)
+sparsebert.detach(base).push_to_hub("user/tiny")
+new = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
+refused(lambda: sparsebert.attach(new, {str(tmp_path / "mask")!r}, strict=True), ValueError, "{revision}")
+""")

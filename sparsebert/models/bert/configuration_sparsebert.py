@@ -12,6 +12,7 @@ from transformers import BertConfig
 from transformers.activations import ACT2FN
 
 from ...checks import nearest
+from ...hub import commit_of
 from ...learning.mask_description import (
     MODEL_FIELDS,
     OWN_FIELDS,
@@ -88,7 +89,7 @@ class SparseBertConfig(MaskedConfigMixin, MaskFields, BertConfig):
             is_decoder=bool(self.is_decoder),
             dropout=self.attention_probs_dropout_prob,
             name=self.name_or_path or "",
-            revision=getattr(self, "_commit_hash", None),
+            revision=commit_of(self),
         )
 
     @classmethod
