@@ -1,5 +1,6 @@
 """Output folders, metrics files and compressed text, for all parts of the package."""
 
+import errno
 import gzip
 import io
 import json
@@ -18,6 +19,8 @@ from typing import IO, Any, TextIO
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
+from .file_kinds import check_own, check_readable, kind_of, read_plain
+
 
 # The function that opens a compressed file, by the file's suffix.
 COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -28,6 +31,12 @@ DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 LOCK_NAME = "_lock"
 UNFINISHED_NAME = "_unfinished.json"
 LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
+# What replaces the content of a folder is written in this folder of it. Trainer pushes nothing with such a name.
+ASIDE_NAME = "_unfinished"
+# What [`locked_output`] says of a folder that a run left without finishing: that held something before, or nothing.
+UNFINISHED, UNFINISHED_ALONE = "unfinished", "unfinished and alone"
+# Fields of that second file: whose run it is, whether the folder was empty before it, and what stopped it.
+_MARK_FIELDS = {"pid", "host", "alone", "stopped"}
 # The results of a run, and the picture of its mask.
 METRICS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
 # The pictures of P before freezing.
@@ -48,6 +57,8 @@ TASK_FILES = (
 CHECKPOINT, RUN_FOLDER = re.compile(r"checkpoint-\d+"), re.compile(r"seed-\d+|\w+=[^/]*")
 # The name of a file that is being written, until it takes its place.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+# Errors of a system that has no place left for a file.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FinishedRunError(FileExistsError):
@@ -72,9 +83,32 @@ def process_state() -> Any:
     return PartialState()
 
 
+def check_working_names(folder: Path) -> None:
+    """Refuse an output folder in which something that no run left is at a name that runs work with."""
+    for name, kind in ((LOCK_NAME, "file"), (UNFINISHED_NAME, "file"), (ASIDE_NAME, "folder")):
+        check_own(folder / name, kind)
+    for path in (folder / ASIDE_NAME).glob("*"):
+        if path.name.startswith(folder.resolve().name):
+            check_own(path, "folder")
+    mark = folder / UNFINISHED_NAME
+    if mark.is_file() and (content := read_plain(mark)):  # an empty one is of a full disk
+        with suppress(ValueError, RecursionError, AttributeError):
+            if json.loads(content).keys() <= _MARK_FIELDS:
+                return
+        raise FileExistsError(f"{mark} is not a file of sparsebert, which keeps one there: move it elsewhere")
+
+
+def failed_to_write(error: BaseException) -> str | None:
+    """What to say of an error by which a library reports that a file could not be written; `None` for another one."""
+    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):
+        return "a file could not be written whole: is the disk full?"  # torch does not know more
+    return str(error) if isinstance(error, SafetensorError) else None
+
+
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
     """Refuse a folder that is not empty, unless `overwrite` or `resume` is set, or that is a file or below one."""
     check_makeable(path)
+    check_working_names(Path(path))
     if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
 
@@ -128,17 +162,20 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
 
 
 @contextmanager
-def locked_output(path: str | os.PathLike) -> Iterator[bool]:
+def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
     """
     Context manager that keeps an output folder for this run: another one that asks for it is refused, with the process
-    and host of the first. It gives whether the folder was left by a run that did not finish. Until the block ends
-    without an error, or with [`FinishedRunError`], a file `_unfinished.json` in the folder says whose run it is. What
-    [`replace_files`] was writing there when a run was killed is removed, and a folder to which nothing was written.
+    and host of the first. It gives `UNFINISHED` if the folder was left by a run that did not finish, and
+    `UNFINISHED_ALONE` if only such runs wrote there. Until the block ends without an error, or with
+    [`FinishedRunError`], a file `_unfinished.json` in the folder says whose run it is. What [`replace_files`] was
+    writing there when a run was killed is removed, and a folder to which nothing was written.
     """
     folder, state = Path(path), process_state()
+    check_working_names(folder)
     mark = folder / UNFINISHED_NAME
-    unfinished = mark.is_file()
-    left = mark.read_bytes() if unfinished else None
+    left = mark.read_bytes() if mark.is_file() else None
+    alone = bool(left) and json.loads(left).get("alone") is True
+    unfinished = None if left is None else UNFINISHED_ALONE if alone else UNFINISHED
     state.wait_for_everyone()
     if not state.is_main_process:
         yield unfinished
@@ -146,7 +183,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     make_folder(folder)
     lock = FileLock(folder / LOCK_NAME)
-    owner = {"pid": os.getpid(), "host": socket.gethostname()}
+    owner: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
     before = None
     try:
         try:
@@ -156,32 +193,40 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
                 f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait"
             ) from None
         before = _entries(folder)
-        mark.write_text(json.dumps(owner) + "\n", encoding="utf-8")
+        owner["alone"] = alone or not before
+        _write_mark(mark, owner)
         for file in folder.rglob(".*.tmp") if unfinished else ():
-            if _TEMPORARY.fullmatch(file.name):
+            if _TEMPORARY.fullmatch(file.name) and kind_of(file) == "file":
                 file.unlink()
         yield unfinished
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM and error.strerror == os.strerror(error.errno):
+            error.filename = error.filename or str(folder)  # writing to an open file does not name it
         if not lock.is_locked:
             raise
         if isinstance(error, FinishedRunError):
             mark.unlink(missing_ok=True)
         elif before in (None, _entries(folder)):  # it was refused
-            mark.unlink(missing_ok=True) if left is None else mark.write_bytes(left)
+            mark.unlink(missing_ok=True) if left is None else replace_files({mark: left})
         elif str(error):
             with suppress(OSError):  # a full disk must not hide the error
-                mark.write_text(json.dumps(owner | {"stopped": str(error)}) + "\n", encoding="utf-8")
+                _write_mark(mark, owner | {"stopped": str(error)})
         raise
     else:
         mark.unlink(missing_ok=True)
     finally:
         if lock.is_locked:
-            (folder / LOCK_NAME).unlink(missing_ok=True)  # while it is held: nobody else can have it
+            if kind_of(folder / LOCK_NAME) == "file" and not (folder / LOCK_NAME).stat().st_size:  # not of a user
+                (folder / LOCK_NAME).unlink()  # while it is held: nobody else can have it
             lock.release()
             for parent in created:
                 if any(parent.iterdir()):
                     break
                 parent.rmdir()
+
+
+def _write_mark(mark, content):
+    replace_files({mark: (json.dumps(content) + "\n").encode()})
 
 
 def _entries(folder):
@@ -209,15 +254,14 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
         for path, content in contents.items():
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             try:
-                file = open(temporary, "xb")  # fails if the name exists, be it as a link
+                with open(temporary, "xb") as file:  # fails if the name exists, be it as a link
+                    written[temporary] = path
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
             except OSError as error:
                 error.filename = str(path)  # the name that was asked for
                 raise
-            with file:
-                written[temporary] = path
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
         for temporary, path in written.items():
             os.replace(temporary, path)
     finally:
@@ -259,6 +303,7 @@ def _rounded(value):
 
 def open_binary(path: str | os.PathLike) -> IO[bytes]:
     """Open a file for reading, decompressed if its name ends in `.gz` or `.xz`."""
+    check_readable(path)
     opener = COMPRESSIONS.get(Path(path).suffix, open)
     return opener(path, "rb")
 
@@ -294,7 +339,9 @@ def is_index(path: Path) -> bool:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file of weights, of PyTorch or of JSON cannot be what its name says."""
+    """Whether a file of weights, of PyTorch or of JSON cannot be what its name says. Others are not looked at."""
+    if kind_of(path, follow=True) != "file" or not os.access(path, os.R_OK):
+        return False
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from .data.tasks.glue import GLUE
+from .file_kinds import kind_of, read_plain
 from .files import (
+    ASIDE_NAME,
     CHECKPOINT,
     EXPERIMENT_NAME,
     LOCK_NAMES,
@@ -28,6 +28,8 @@ from .files import (
     UNFINISHED_NAME,
     FinishedRunError,
     check_output_dir,
+    check_working_names,
+    failed_to_write,
     is_damaged,
     locked_output,
     process_state,
@@ -37,8 +39,6 @@ from .masks.mask_files import MASK_STATE
 from .masks.pushing import WEIGHTS
 
 
-# What replaces the content of a folder is written in this folder of it. Trainer pushes nothing with such a name.
-ASIDE_NAME = "_unfinished"
 # A checkpoint with this file is complete.
 MANIFEST_NAME = "checkpoint_manifest.json"
 # Patterns of what every run leaves that must not stay beside the files of another.
@@ -105,8 +105,8 @@ def replacing(output: Path, folder: Path, new: bool) -> Iterator[None]:
     except BaseException as error:
         if state.is_main_process:
             _tidy(folder, output, older)
-        if isinstance(error, SafetensorError):
-            raise OSError(f"{folder}: the model could not be saved: {error}") from error
+        if (reason := failed_to_write(error)) is not None:
+            raise OSError(f"{folder}: the model could not be saved: {reason}") from error
         raise
     state.wait_for_everyone()
     if state.is_main_process:
@@ -133,6 +133,7 @@ def is_half_moved(output: Path) -> bool:
 
 def finish_move(output: Path) -> None:
     """Move the rest of a finished run: see [`is_half_moved`]."""
+    check_working_names(output)
     state = process_state()
     if state.is_main_process:
         aside = aside_of(output)
@@ -146,8 +147,8 @@ def finish_move(output: Path) -> None:
 def stored_metrics(folder: Path) -> dict[str, Any]:
     """The metrics of the run, or of several, in a folder; empty if there are none."""
     try:
-        metrics = json.loads((folder / METRICS_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        metrics = json.loads(read_plain(folder / METRICS_NAME))
+    except (OSError, ValueError, RecursionError):
         return {}
     return metrics if isinstance(metrics, dict) else {}
 
@@ -240,7 +241,7 @@ def _move(folder, output):
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:
             continue  # a text of the user
-        if path.name == _LOGS_NAME and target.is_dir():
+        if path.name == _LOGS_NAME and kind_of(path) == kind_of(target) == "folder":
             for log in path.iterdir():
                 os.replace(log, target / log.name)
             continue

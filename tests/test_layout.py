@@ -10,7 +10,7 @@ from sparsebert.commands import VERBS
 PACKAGE = Path(sparsebert.__file__).parent
 # Each part may import those before it; parts on one line do not import each other.
 FLOORS = (
-    ("_import_path", "version", "checks"),
+    ("_import_path", "version", "checks", "file_kinds"),
     ("files", "finite_weights", "hub", "signals"),
     ("masks", "data", "recipe_files"),
     ("attention", "output_folders"),

@@ -8,7 +8,7 @@ Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and S
 from dataclasses import dataclass
 
 from ..analysis.importance_analysis import analyze, importance_table
-from ..files import check_output_dir, locked_output
+from ..files import UNFINISHED_ALONE, check_output_dir, locked_output
 from ..hub import HubArguments
 from ._command import Command, Results
 
@@ -40,8 +40,8 @@ def command(words):
 
 def run(values):
     options = AnalysisArguments(**values["analysis"])
-    check_output_dir(options.output_dir, options.overwrite)
     hub_arguments = options.hub_arguments(*options.runs)
-    with locked_output(options.output_dir):
+    with locked_output(options.output_dir) as left:
+        check_output_dir(options.output_dir, options.overwrite or left == UNFINISHED_ALONE)
         numbers = analyze(options.runs, options.output_dir, options.special_tokens, **hub_arguments)
     return Results(numbers, [importance_table(numbers)], [f"written to {options.output_dir}"])

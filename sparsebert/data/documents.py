@@ -14,6 +14,7 @@ from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..checks import check_choice, check_range, shortened
+from ..file_kinds import check_readable
 from ..files import COMPRESSIONS, DECOMPRESSION_ERRORS, is_unicode, open_binary
 
 
@@ -146,6 +147,7 @@ def _text_files(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[
             raise FileNotFoundError(f"no such file: {str(file)!r}")
         if file.is_dir():
             raise ValueError(f"{str(file)!r} is a folder; name its files")
+        check_readable(file)
         text_format(file, COMPRESSIONS)
     return files
 

@@ -1,6 +1,5 @@
 """A cache of what is made from a text: rows of token ids and trained tokenizers, in files that processes share."""
 
-import errno
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.utils.sha import sha_fileobj
 from transformers.utils import logging
 
-from ..files import make_folder
+from ..files import NO_ROOM, make_folder
 
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ logger = logging.get_logger(__name__)
 
 # Part of every key: increase it whenever the same text and settings give other files.
 FORMAT = 2
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fingerprint_of(documents: object) -> str | None:
@@ -80,7 +78,7 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
             for made in (_hash_file(aside / name), aside / name):  # the file itself says that both are there
                 os.replace(made, folder / made.name)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise
         raise OSError(
             error.errno,

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers.utils.versions import require_version
 
+from ..file_kinds import check_readable
 from .documents import Documents, document_of, documents_of, file_documents, hub_source, in_split, text_format
 from .row_cache import key_of
 from .rows import Piece, TextInMemory, TokenizedText, packed_rows, pair_rows
@@ -70,6 +71,10 @@ def find_shards(source: str | Iterable[str]) -> list[str]:
             found, cause = [], error.__cause__  # of a URL: why it cannot be read
         if not found and any(character in path for character in "*?["):
             found = [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
+        if "file" in filesystem.protocol:
+            check_readable(path)
+            for name in found:
+                check_readable(name.removeprefix("file://"))
         if not found:
             raise FileNotFoundError(f"no such file: {pattern!r}" + (f" ({cause})" if cause else ""))
         shards += found

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..checks import MAX_HEADS, MAX_LAYERS, check_choice, in_short, is_out_of_memory, shortened
+from ..file_kinds import check_readable, read_plain
 from ..files import is_damaged, is_index, replace_files
 from ..version import __version__
 from .expansion import FORMS
@@ -124,7 +125,7 @@ def write_mask_files(
 def check_takes_mask(folder: Path) -> None:
     """Refuse a folder that holds a SparseBERT with a search or a pattern, which would not read a mask beside it."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_plain(folder / "config.json"))
         pattern = config.get("pattern")
         own = config["model_type"] == "sparsebert" and not config["frozen"] and (pattern or config["search"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
@@ -143,7 +144,8 @@ def sample_weights(folder: Path) -> str | None:
     changes it, saving the same weights again does not. `None` if there are no safetensors of a model.
     """
     # Not those of a `variant`, of which there may be all or none.
-    paths = sorted(path for path in folder.glob("model*.safetensors") if _WEIGHTS.fullmatch(path.name))
+    found = (path for path in folder.glob("model*.safetensors") if _WEIGHTS.fullmatch(path.name))
+    paths = sorted(path for path in found if path.is_file())
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -303,7 +305,7 @@ def are_parts(names: Any) -> bool:
 def parts_named_in(config_path: Path) -> list[str]:
     """The parts with a mask that a configuration file names, `[]` if it is not that of a model made of parts."""
     try:
-        names = json.loads(config_path.read_text(encoding="utf-8")).get(PARTS_FIELD)
+        names = json.loads(read_plain(config_path)).get(PARTS_FIELD)
     except (OSError, ValueError, RecursionError, AttributeError):
         return []
     return names if are_parts(names) else []
@@ -319,28 +321,36 @@ def own_state(folder: Path) -> set[str]:
 def check_undamaged(folder: Path, field: str = "") -> None:
     """
     Check weights, configuration and mask of a model in a folder, if there is one, without reading the weights. `field`
-    names the folder in the message.
+    names the folder in the message. What may not be read is a `PermissionError`.
     """
     prefix = f"{field}: " if field else ""
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+    read = [path for path in paths if path.suffix == ".safetensors" or path.name == "config.json" or is_index(path)]
+    for path in paths:
+        if path in read or not path.is_file():
+            check_readable(path)
     if (folder / MASK_CONFIG_NAME).is_file() and not is_of_another_tool(folder / MASK_CONFIG_NAME):
         try:
             read_mask_files(folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME)
         except MaskFileError as error:
             raise MaskFileError(f"{prefix}{error}") from error
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (path.suffix == ".safetensors" or path.name == "config.json" or is_index(path)) and is_damaged(path):
+    for path in read:
+        if is_damaged(path):
             raise ValueError(f"{prefix}{path} is damaged or truncated: write or download it again")
 
 
 def _read(path, limit):
     """The content of a file, which may not have more than `limit` bytes."""
     try:
-        if not path.is_file():
-            raise MaskFileError(f"{path}: no such file")
+        check_readable(path)
         with path.open("rb") as file:
             content = file.read(limit + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise MaskFileError(f"{path}: no such file") from error
     except OSError as error:
         raise MaskFileError(f"{path}: cannot be read ({error})") from error
+    except ValueError as error:
+        raise MaskFileError(str(error)) from error
     if len(content) > limit:
         raise MaskFileError(f"{path}: too large, expected at most {limit} bytes")
     return content

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,6 +12,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from transformers.utils import CONFIG_NAME
 
+from ..file_kinds import check_own, kind_of, read_plain
 from ..files import (
     LOCK_NAME,
     LOCK_NAMES,
@@ -28,6 +30,8 @@ from .pushing import PICKLED_WEIGHTS, WEIGHTS
 from .sparse_mask import SparseMask
 
 
+# The folder of the commit that is downloaded.
+_COMMIT = re.compile("[0-9a-f]{40}")
 # Where a pull keeps the folder that it replaces until all files are in their places.
 _REPLACED_NAME = "replaced"
 
@@ -69,13 +73,16 @@ def pull_folder(
         )
     _check_replaceable(output, repo_id, [name.removeprefix(within) for name in wanted])
     aside = output.parent / f".{output.name}.unfinished"
+    check_own(aside, "folder")
+    check_own(aside / LOCK_NAME, "file")
     make_folder(aside)
     try:
         with FileLock(aside / LOCK_NAME).acquire(timeout=0):
+            _check_aside(aside)
             _finish_swap(aside, output)
             check_output_dir(output, overwrite)
             for path in aside.iterdir():
-                if path.is_dir() and path.name != commit:
+                if _COMMIT.fullmatch(path.name) and path.name != commit:
                     shutil.rmtree(path)  # of another commit or repository
             place = aside / str(commit)
             pattern = [f"{glob.escape(within)}*"] if within else None
@@ -111,6 +118,16 @@ def pull_folder(
     return [name.removeprefix(within) for name in wanted]
 
 
+def _check_aside(aside):
+    """Refuse a folder aside with what no pull left there, which would be removed with it, or followed."""
+    for path in aside.iterdir():
+        if not (path.name in (LOCK_NAME, _REPLACED_NAME) or _COMMIT.fullmatch(path.name)):
+            raise FileExistsError(f"{path} is not of a pull, whose folder {aside} may be removed: move it elsewhere")
+        check_own(path, "file" if path.name == LOCK_NAME else "folder")
+        for inner in path.rglob("*") if _COMMIT.fullmatch(path.name) else ():
+            check_own(inner, "folder" if kind_of(inner) == "folder" else "file")
+
+
 def _check_replaceable(output, repo_id, names):
     """Check that what is in the folder, if anything, is of the same kind as the files that are to replace it."""
     if is_empty(output):
@@ -135,8 +152,8 @@ def _holds_model(folder):
     if (folder / MASK_CONFIG_NAME).is_file():
         return True
     try:
-        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = json.loads(read_plain(folder / CONFIG_NAME))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and "model_type" in config
 
@@ -152,16 +169,23 @@ def _finish_swap(aside, output):
     for root, folders, names in os.walk(replaced):
         for name in folders:
             if not any(Path(root, name).iterdir()) and not Path(root, name).is_symlink():
-                (output / Path(root, name).relative_to(replaced)).mkdir(parents=True, exist_ok=True)
+                _make_inside(output, output / Path(root, name).relative_to(replaced))
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in (Path(root, name) for name in (*names, *links)):
             target = output / path.relative_to(replaced)
             is_own = path == replaced / CARD_NAME and own_card(path) is None
             if _is_of_model(path, replaced) or (os.path.lexists(target) and not is_own):
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_inside(output, target.parent)
             os.replace(path, target)
     shutil.rmtree(replaced)
+
+
+def _make_inside(output, folder):
+    """Make a folder in another one, of which no link leads out."""
+    if os.path.realpath(folder) != str(folder):
+        raise FileExistsError(f"{folder} leads out of {output} through a link: move the link elsewhere")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _is_of_model(path, folder):
@@ -176,6 +200,6 @@ def _is_of_model(path, folder):
 
 def _is_fine_tuning(folder):
     try:
-        return "score" in json.loads((folder / METRICS_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "score" in json.loads(read_plain(folder / METRICS_NAME))
+    except (OSError, ValueError, TypeError, RecursionError):
         return False

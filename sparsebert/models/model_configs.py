@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from ..attention.backends import check_returns_attentions
 from ..attention.choosing.choice import SAVED_NAME, TWINS, sparse_name
+from ..file_kinds import drop_links
 from ..files import replace_files
 from ..masks.mask_files import CODE_NAME, MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
 
@@ -86,6 +87,7 @@ class MaskedConfigMixin(_ConfigBase):
         Save the configuration as transformers does, with a note how the model is loaded. That of a BERT also names the
         code for environments without this package, which is written beside it.
         """
+        drop_links([Path(save_directory, CONFIG_NAME)])
         saved = saved_fields(type(self).model_type)
         if self.output_attentions:
             del saved[ATTENTION_FIELD]  # with which transformers would not even read the configuration

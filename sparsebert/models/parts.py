@@ -14,6 +14,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..attention.choosing.choice import SAVED_NAME
 from ..attention.model_masks import sparse_attention_of
+from ..file_kinds import kind_of
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_STATE, NOTE_FIELD, PARTS_FIELD, MaskFileError, are_parts, folder_of_part
 from .coverage import is_inside
@@ -83,6 +84,8 @@ def save_parts(parts: dict[str, PreTrainedModel], folder: Path) -> None:
     """Write the masks of the parts of a model that was saved in a folder, and the logits of those being searched."""
     for name, part in parts.items():
         path = folder / folder_of_part(name)
+        if kind_of(path) == "link":
+            path.unlink()
         path.mkdir(exist_ok=True)
         save_with_adapter(sparse_attention_of(part), path)
 
@@ -91,10 +94,12 @@ def remove_parts(names: list[str], folder: Path) -> None:
     """Remove the masks of parts from the folder of a model, and their folders if nothing else is in them."""
     for name in names:
         path = folder / folder_of_part(name)
+        if kind_of(path) != "folder":
+            continue
         card = CARD_NAME if own_card(path / CARD_NAME) else MASK_STATE[0]
         for each in (*MASK_STATE, card):
             (path / each).unlink(missing_ok=True)
-        if path.is_dir() and not any(path.iterdir()):
+        if not any(path.iterdir()):
             path.rmdir()
 
 

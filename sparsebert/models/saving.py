@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..attention.model_masks import sparse_attention_of
 from ..checks import printable
+from ..file_kinds import drop_links
 from ..files import replace_files
 from ..hub import commit_of, read_config
 from ..learning.mask_description import OWN_FIELDS, search_file
@@ -49,8 +51,16 @@ else:
 
 # What follows the task type in the configuration of an adapter with a mask: PEFT without this package refuses it.
 _TASK_NOTE = "with a sparse attention mask (pip install sparsebert)"
-
+# Names of the files that transformers and PEFT write, other than those of a tokenizer.
+_WRITTEN = re.compile(
+    r"(adapter_|generation_)?config\.json|(adapter_)?model([.-].+)?\.safetensors(\.index(\..+)?\.json)?"
+)
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
+
+
+def keep_inside(folder: Path) -> None:
+    """Have what other libraries save in a folder replace links there instead of following them, and refuse pipes."""
+    drop_links(path for path in [*folder.glob("*")] if _WRITTEN.fullmatch(path.name))
 
 
 def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
@@ -201,6 +211,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
         self.prepare_saving()
         if is_main_process:
+            keep_inside(Path(save_directory))
             # Before anything is written: what an interrupted save leaves must not pass for a model.
             for name in self._contradicting_files():
                 (Path(save_directory) / name).unlink(missing_ok=True)

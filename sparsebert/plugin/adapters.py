@@ -20,7 +20,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.attaching import attach_saved
 from ..models.parts import warn_of_parts
-from ..models.saving import mark_adapter, remove_mask, save_with_adapter, unmarked
+from ..models.saving import keep_inside, mark_adapter, remove_mask, save_with_adapter, unmarked
 from .replacements import by_name
 
 
@@ -182,9 +182,12 @@ def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *a
     if arguments.get("is_main_process", True):
         names = arguments.get("selected_adapters") or model.peft_config
         folders = {name: Path(save_directory, "" if name == DEFAULT else name) for name in names}
-    if dense := sparse_attention_of(model) is None:
-        for folder in folders.values():
+    dense = sparse_attention_of(model) is None
+    for folder in folders.values():
+        if dense:
             remove_mask(folder, adapter=True)
+        else:
+            keep_inside(folder)
     result = stock(model, save_directory, *args, **kwargs)
     for name, folder in {}.items() if dense else folders.items():
         sparse_attention = sparse_attention_of(model, name)

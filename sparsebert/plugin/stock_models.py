@@ -25,7 +25,7 @@ from ..models.parts import (
     save_parts,
     warn_of_parts,
 )
-from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin, remove_mask
+from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin, keep_inside, remove_mask
 from ..models.stock_loading import from_pretrained_with_mask, may_carry
 from .adapters import attach_mask_of_adapter
 from .replacements import by_name
@@ -105,6 +105,8 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
             part.prepare_saving()
     # Before anything is written: an interrupted save must not leave new weights and old masks.
     remove_parts(known, folder)
+    if is_main:
+        keep_inside(folder)
     given.pop(next(iter(given)))  # the model
     push, hub = given.pop("push_to_hub", False), {}
     if push:  # with the masks, which are not yet written within the save

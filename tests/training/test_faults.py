@@ -6,6 +6,7 @@ where the code in question is.
 """
 
 import copy
+import errno
 import inspect
 import io
 import json
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,6 +52,7 @@ from sparsebert.data.tokenization import train_tokenizer
 from sparsebert.files import UNFINISHED_NAME, locked_output
 from sparsebert.learning.search_schedule import SearchSchedule
 from sparsebert.learning.searches import gumbel_noise
+from sparsebert.training.runs import run_life
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 from sparsebert.training.runs.resuming import RecipeRecord, check_recipe
 from sparsebert.training.trainer import SparseBertTrainer
@@ -485,7 +488,7 @@ def killed_while_saving(tmp_path):
 
 
 @row(18, "disk full while saving")
-def full_disk(saved_run, pretraining_flags, said, small_files, tmp_path):
+def full_disk(saved_run, pretraining_flags, said, small_files, monkeypatch, tmp_path):
     """The run ends in any case: what it would do without its checkpoints could be lost, `--resume` loses nothing."""
     folder = tmp_path / "run"
     shutil.copytree(saved_run / "checkpoint-2", folder / "checkpoint-2")
@@ -505,6 +508,25 @@ def full_disk(saved_run, pretraining_flags, said, small_files, tmp_path):
     assert SparseMask.from_pretrained(tmp_path / "mask") == mask
     check_whole(folder / "checkpoint-2")
     assert main(pretraining_flags(folder, *SEARCH, "--resume")) == 0
+    # Without a checkpoint, the same command starts again in what it left: before its weights, and after them.
+    opened = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # that of a file that is open, which is not named
+    torch_says = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+    for name, place, error in (
+        ("model.safetensors", None, None),
+        ("training_args.bin", (torch, "save"), torch_says),
+        ("metrics.json", (run_life, "write_metrics"), opened),
+    ):
+        words = pretraining_flags(output := tmp_path / Path(name).stem, *SEARCH, "--save_strategy", "no")
+        with monkeypatch.context() as patch:
+            if place is None:
+                small_files(20_000)
+            else:
+                patch.setattr(*place, Mock(side_effect=error))
+            line = said(words, code=1)
+        small_files(None)
+        assert str(output) in line and re.search("too large|is the disk full|No space left", line)
+        assert (output / "config.json").is_file() and not (output / name).exists()
+        assert main(words) == 0 and (output / name).is_file() and not (output / UNFINISHED_NAME).exists()
 
 
 # Resuming
@@ -867,6 +889,10 @@ def hostile(pretraining_flags, finetuning_flags, said, checkpoints, monkeypatch,
     (victim := tmp_path / "victim").write_text("precious")
     (tmp_path / "mask" / CONFIG).symlink_to(victim)
     save_mask(tmp_path / "mask")
+    for name in (CONFIG, "config.json", "model.safetensors"):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / name).symlink_to(victim)
+    load(checkpoints["window"]).save_pretrained(tmp_path / "model")
     assert victim.read_text() == "precious"
     with open(tmp_path / "mask" / CONFIG, "ab") as file:
         file.truncate(2**40)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ...checks import check_choice
+from ...file_kinds import drop_links
 from ...files import make_folder
 
 
@@ -51,6 +52,7 @@ def save_figure(figure: "Figure", path: str | os.PathLike) -> None:
     path = Path(path)
     make_folder(path.parent)
     for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
+        drop_links([target])
         figure.savefig(target)
 
 

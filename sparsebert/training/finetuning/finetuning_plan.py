@@ -101,7 +101,7 @@ def check_runs_folder(
     options: FinetuningArguments,
     layout: tuple[bool, bool, bool],
     resume: bool | str | None,
-    unfinished: bool,
+    unfinished: str | None,
 ) -> None:
     """A folder may hold what this command can continue: a run or several of the same task."""
     path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)

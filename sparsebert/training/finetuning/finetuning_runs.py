@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ...analysis.reporting.reports import read_metrics, report_tables
 from ...analysis.statistics import summarize
 from ...data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
+from ...file_kinds import kind_of
 from ...files import (
     EXPERIMENT_NAME,
     METRICS_NAME,
@@ -173,6 +174,8 @@ def _run_grid(
         for cell in cells:
             if cell is not best and PartialState().is_main_process:
                 for result in (output / cell["folder"]).glob(f"seed-*/{METRICS_NAME}"):
+                    if "link" in (kind_of(result.parent), kind_of(result.parent.parent)):
+                        continue  # a run that is kept elsewhere
                     for path in weights_and_checkpoints(result.parent):
                         remove(path)
         PartialState().wait_for_everyone()

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ...file_kinds import check_own
 from ...files import METRICS_NAME, RECIPE_NAME
 from ...hub import SECRETS
 from ...learning.mask_description import allowed_fields
@@ -55,6 +56,9 @@ def run_or_read(
             logger.warning(f"{folder} is finished and is not run again.")
             metrics = json.loads((folder / METRICS_NAME).read_text())
             return {name: value for name, value in metrics.items() if name != "comparison"}
+    inner = len(folder.parts) - len(Path(recipe["training"]["output_dir"]).parts)
+    for place in (folder, *folder.parents)[:inner]:
+        check_own(place, "folder")
     logger.warning(f"{folder}: training with seed {training['seed']}.")
     return run_once(data, recipe["model"], training, folder, written)
 

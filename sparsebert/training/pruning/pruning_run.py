@@ -17,6 +17,7 @@ from ...analysis.saved_runs import read_run
 from ...analysis.statistics import summarize
 from ...analysis.tables import Table
 from ...checks import CheckedFields, check_allowed, number
+from ...file_kinds import check_own
 from ...files import LOCK_NAMES, METRICS_NAME, check_output_dir, write_metrics
 from ...hub import HubArguments
 from ...masks.mask_files import MASK_CONFIG_NAME, MaskFileError
@@ -162,6 +163,8 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     begun = listed is None and same and {path.name for path in output.glob("*")} <= {*masks, *LOCK_NAMES}
     if not begun:
         check_output_dir(output, overwrite)
+    for name in (RUNS_NAME, *masks, *(listed or ())):
+        check_own(output / name, "folder")
     if listed is not None:  # scores of masks that will not be there
         for suffix in (".json", ".png", ".svg"):
             (output / SCORES_NAME).with_suffix(suffix).unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
-from ...files import is_damaged, replace_files
+from ...file_kinds import check_readable, drop_links, kind_of
+from ...files import failed_to_write, is_damaged, replace_files
 from ...output_folders import MANIFEST_NAME
 
 
@@ -35,6 +36,7 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     path, state = Path(folder), PartialState()
     if state.is_main_process:
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # a checkpoint that is replaced is not complete meanwhile
+        drop_links([inner for inner in path.rglob("*") if kind_of(inner) != "folder"])
     try:
         yield
         state.wait_for_everyone()
@@ -48,7 +50,7 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = failed_to_write(error) or (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(f"{path} could not be saved, and its incomplete files were removed: {reason}") from error
 
 
@@ -68,6 +70,8 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False, cont
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {str(checkpoint)!r}")
+    for path in folder.rglob("*"):
+        check_readable(path)
     manifest = _read_manifest(folder)
     for name, expected in manifest.items():
         path = folder / name

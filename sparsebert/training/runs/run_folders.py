@@ -9,7 +9,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers.utils import logging
 
-from ...files import METRICS_NAME, FinishedRunError, check_output_dir, is_empty
+from ...file_kinds import ENDLESS, kind_of
+from ...files import CHECKPOINT, METRICS_NAME, UNFINISHED_ALONE, FinishedRunError, check_output_dir, is_empty
 from ...output_folders import aside_of, check_not_root, finish_move, is_half_moved, replacing
 from .checkpoint_manifests import check_whole, newest_whole
 
@@ -31,7 +32,7 @@ def run_folder(
     overwrite: bool = False,
     resume: bool | str | None = None,
     allow_partial: bool = False,
-    unfinished: bool = False,
+    unfinished: bool | str | None = None,
 ) -> Iterator[tuple[Path, str | None]]:
     """
     Context manager that gives a training its folder, and the checkpoint to resume from. A run that replaces what is in
@@ -44,13 +45,25 @@ def run_folder(
         logger.warning(f"Resuming from {checkpoint}.")
     elif resume:
         logger.warning(f"{output} has no complete checkpoint to resume from: the run starts at the beginning.")
+    _check_no_way_out(folder)
     PartialState().wait_for_everyone()
     with replacing(output, folder, new=checkpoint is None):
         yield folder, checkpoint
 
 
+def _check_no_way_out(folder):
+    """Refuse a folder to go on in, with a pipe or a link out of it to which a file or checkpoint would be written."""
+    place = os.path.realpath(folder)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        kind = kind_of(path)
+        outside = Path(place) not in Path(os.path.realpath(path)).parents
+        leads_out = kind == "link" and (CHECKPOINT.fullmatch(path.name) or (outside and not path.is_dir()))
+        if kind in ENDLESS or leads_out:
+            raise FileExistsError(f"{path} is a {kind}, and the run might write to it: move it elsewhere")
+
+
 def choose_folder(
-    output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool
+    output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool | str | None
 ) -> tuple[Path, str | None]:
     """
     Where a run writes, and the checkpoint that it resumes from; nothing is changed.
@@ -60,7 +73,8 @@ def choose_folder(
         overwrite (`bool`): Whether the run may replace what is there.
         resume (`bool` or `str`, *optional*): See [`resume_from`].
         allow_partial (`bool`): See [`check_whole`].
-        unfinished (`bool`): Whether what is there was left by a run of this kind.
+        unfinished (`bool` or `str`, *optional*): Whether what is there was left by a run of this kind, see
+            [`locked_output`].
     """
     check_not_root(output)
     aside, finished = aside_of(output), (output / METRICS_NAME).is_file()
@@ -77,7 +91,7 @@ def choose_folder(
         # A run that started over may have been stopped before its first checkpoint.
         for place in (home,) if finished or overwrite else dict.fromkeys((home, output)):
             try:
-                checkpoint = newest_whole(place, allow_partial, interrupted=unfinished or place == aside)
+                checkpoint = newest_whole(place, allow_partial, interrupted=bool(unfinished) or place == aside)
             except ValueError as error:
                 problems.append(error)
                 continue
@@ -86,7 +100,7 @@ def choose_folder(
         if problems:
             raise problems[0]
         if home == output:
-            check_output_dir(output, unfinished or overwrite)
+            check_output_dir(output, bool(unfinished) or overwrite)
         return home, None
     if resume:
         check_whole(resume, allow_partial)
@@ -107,7 +121,7 @@ def choose_folder(
             raise FinishedRunError(
                 f"output_dir {output} is not empty, it holds a finished run: choose another, or pass --overwrite true"
             )
-        check_output_dir(output)
+        check_output_dir(output, unfinished == UNFINISHED_ALONE and not finished)
     return (output if is_empty(output) else aside), None
 
 
