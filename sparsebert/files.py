@@ -146,7 +146,7 @@ def is_empty(path: str | os.PathLike) -> bool:
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir {path} is a file, expected a folder")
-    return not folder.exists() or all(entry.name in LOCK_NAMES for entry in folder.iterdir())
+    return not folder.exists() or not _entries(folder)
 
 
 def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
@@ -174,7 +174,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
     check_working_names(folder)
     mark = folder / UNFINISHED_NAME
     left = mark.read_bytes() if mark.is_file() else None
-    alone = bool(left) and json.loads(left).get("alone") is True
+    alone = json.loads(left or b"{}").get("alone") is True
     unfinished = None if left is None else UNFINISHED_ALONE if alone else UNFINISHED
     state.wait_for_everyone()
     if not state.is_main_process:
@@ -195,7 +195,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
         before = _entries(folder)
         owner["alone"] = alone or not before
         _write_mark(mark, owner)
-        for file in folder.rglob(".*.tmp") if unfinished else ():
+        for file in folder.rglob(".*.tmp") if unfinished or not before else ():
             if _TEMPORARY.fullmatch(file.name) and kind_of(file) == "file":
                 file.unlink()
         yield unfinished
@@ -230,9 +230,9 @@ def _write_mark(mark, content):
 
 
 def _entries(folder):
-    """What is in an output folder, with the times of its changes, without lock and mark."""
-    found = [entry for entry in folder.iterdir() if entry.name not in LOCK_NAMES]
-    return {entry.name: entry.lstat().st_mtime_ns for entry in found}
+    """What is in an output folder, with the times of its changes, without lock and mark, also one half written."""
+    names = [name for name in os.listdir(folder) if not (name in LOCK_NAMES or _TEMPORARY.fullmatch(name))]
+    return {name: (folder / name).lstat().st_mtime_ns for name in names}
 
 
 def _owner(mark):

@@ -17,7 +17,7 @@ from sparsebert import SparseBertForMaskedLM, attach, build_pattern, load
 from sparsebert.data.documents import load_documents
 from sparsebert.data.streams import open_documents
 from sparsebert.file_kinds import kind_of
-from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, open_text
+from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, is_empty, locked_output, open_text
 from sparsebert.masks import pulling
 from sparsebert.masks.mask_files import MaskFileError, check_undamaged, parts_named_in
 from sparsebert.masks.pulling import pull_folder
@@ -206,10 +206,11 @@ def test_whatever_is_at_a_working_name(tmp_path, tiny_config, source, hub, outsi
         used = [name for name in NAMES if name.startswith("out") or operation in OPERATIONS[5:7]]
         for name in rng.sample(used, rng.randint(1, 3)):
             path = place / name
-            if start != "nothing" and rng.random() < 0.5 and path.is_file():
+            if not all(kind_of(parent) in ("folder", None) for parent in path.parents):
+                continue
+            if rng.random() < 0.5 and path.is_file():
                 path.unlink()  # in the place of a file that was there
-            if all(kind_of(parent) in ("folder", None) for parent in path.parents):
-                put(rng.choice(KINDS), path, outside)
+            put(rng.choice(KINDS), path, outside)
         place.mkdir(exist_ok=True)
         try:
             with at_once():
@@ -281,6 +282,9 @@ def test_files_of_a_user_at_our_names_stay(tmp_path):
             pass
         assert (tmp_path / name).read_text() == content
         (tmp_path / name).unlink()
+    (tmp_path / f".{UNFINISHED_NAME}.{16 * 'a'}.tmp").touch()  # of a run that was killed while it wrote its mark
+    with locked_output(tmp_path):
+        assert is_empty(tmp_path) and {*os.listdir(tmp_path)} == {LOCK_NAME, UNFINISHED_NAME}
     (tmp_path / LOCK_NAME).write_text("mine")
     with locked_output(tmp_path):
         (tmp_path / "result").touch()
@@ -310,7 +314,12 @@ def test_checkpoints_are_not_saved_out_of_the_folder(tmp_path, tiny_config, outs
     (link := tmp_path / "out/checkpoint-2").symlink_to(outside)
     with pytest.raises(FileExistsError, match="checkpoint-2 is a link"):
         train(model, tmp_path / "out", resume=True)
-    link.unlink()
+    (outside / "inner").symlink_to("config.json")  # which stays, too
+    before = look(outside)
+    with whole_checkpoint(link):  # a training without an output folder of its own
+        write(link)
+    assert look(outside) == before and not link.is_symlink()
+    shutil.rmtree(link)
     link.mkdir()
     (link / "optimizer.pt").symlink_to(outside / CONFIG)
     train(model, tmp_path / "out", resume=True)

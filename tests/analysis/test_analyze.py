@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertLMHeadModel, attach
+from sparsebert.analysis import importance_analysis
 from sparsebert.analysis.importance_analysis import analyze, importance_table, measure_importance
+from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.saved_runs import find_mask, is_pattern, read_run, read_runs
+from sparsebert.commands import main
+from sparsebert.files import UNFINISHED_NAME
 from sparsebert.learning.learned_mask import save_probs
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 from sparsebert.masks.patterns import build_pattern
@@ -166,6 +171,20 @@ def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
     mean = numbers["all_layers"]["groups"]["offset_1"]["mean"]
     assert table.rows[1][::3] == ["offset_1", f"[{low:.3f}, {high:.3f}]"] and table.rows[1][1] == f"{mean:.3f}"
     assert ["special_tokens", "1.000"] == table.rows[-1][:2]
+
+
+def test_an_analysis_that_failed_is_repeated_by_the_same_command(tmp_path, runs, undrawn, monkeypatch):
+    """As on a full disk; without one, pictures do not go through links."""
+    words = ["analyze", str(runs[0]), "--output_dir", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(importance_analysis, "write_metrics", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(importance_analysis, "plot_groups", lambda *args: (tmp_path / "out/groups.png").touch())
+        assert main(words) == 1
+    assert (tmp_path / "out/groups.png").is_file() and main(words) == 0
+    assert main(words) == 2 and not (tmp_path / "out" / UNFINISHED_NAME).exists()
+    (tmp_path / "picture.png").symlink_to(tmp_path / "precious")
+    save_figure(new_figure(1, 1), tmp_path / "picture.png")
+    assert not (tmp_path / "picture.png").is_symlink() and not (tmp_path / "precious").exists()
 
 
 def test_short_mask_has_no_sketch(tmp_path, undrawn):

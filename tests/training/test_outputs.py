@@ -308,12 +308,16 @@ def test_metrics_of_strangers_name_no_folder_to_remove(finished, finetuning_flag
         assert json.loads((folder / "metrics.json").read_text())["task"] == "rte"
 
 
-def test_a_run_elsewhere_that_is_linked_is_kept(finetuning_flags, tmp_path):
+def test_a_run_elsewhere_that_is_linked_is_kept(finetuning_flags, said, tmp_path):
+    """Nor does a run of the same name write to it."""
     folder, elsewhere = tmp_path / "run", tmp_path / "disk"
     assert main(finetuning_flags(folder, "--seeds", "2")) == 0
     (folder / "seed-43").rename(elsewhere)
     (folder / "seed-43").symlink_to(elsewhere)
     (folder / "latest").symlink_to(folder / "nowhere")
+    before = contents(elsewhere)
+    assert "seed-43 is a link" in said(finetuning_flags(folder, "--seeds", "2", "--overwrite"))
+    assert contents(elsewhere) == before
     assert main(finetuning_flags(folder, "--overwrite")) == 0
     assert not (folder / "seed-43").exists() and (elsewhere / "model.safetensors").is_file()
     assert (folder / "results.md").is_file() and (folder / "latest").is_symlink()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -340,3 +341,16 @@ def test_runs_without_a_ranking(tmp_path):
         prune_by_probs(run, 0.3)
     with pytest.raises(ValueError, match="no such folder"):
         prune("nowhere at all", tmp_path / "masks", [0.5])
+
+
+@pytest.mark.parametrize("name", ["p_0.5", "finetuned"])
+def test_folders_elsewhere_are_neither_written_to_nor_emptied(tmp_path, name):
+    output, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    options = PruningArguments(str(search(tmp_path / "run")), str(output), sparsities=[0.5], overwrite=True)
+    prune_run(options)
+    assert name == "finetuned" or (output / name).rename(tmp_path / "old")
+    (elsewhere / "p_0.5").mkdir(parents=True)
+    (output / name).symlink_to(elsewhere)
+    with pytest.raises(FileExistsError, match=f"{name} is a link"):
+        prune_run(replace(options, sparsities=[0.5, 0.6]))
+    assert [path.name for path in elsewhere.rglob("*")] == ["p_0.5"]

@@ -35,6 +35,8 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     """
     path, state = Path(folder), PartialState()
     if state.is_main_process:
+        if kind_of(path) == "link":
+            path.unlink()
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # a checkpoint that is replaced is not complete meanwhile
         drop_links([inner for inner in path.rglob("*") if kind_of(inner) != "folder"])
     try:
