@@ -100,9 +100,10 @@ def check_working_names(folder: Path) -> None:
 
 def failed_to_write(error: BaseException) -> str | None:
     """What to say of an error by which a library reports that a file could not be written; `None` for another one."""
-    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter", str(error)):
+    if isinstance(error, RuntimeError) and re.search("inline_container|PytorchStreamWriter|basic_ios", str(error)):
         return "a file could not be written whole: is the disk full?"  # torch does not know more
-    return str(error) if isinstance(error, SafetensorError) else None
+    of_tokenizers = type(error) is Exception and "(os error " in str(error)
+    return str(error) if of_tokenizers or isinstance(error, SafetensorError) else None
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:

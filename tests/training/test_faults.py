@@ -510,9 +510,11 @@ def full_disk(saved_run, pretraining_flags, said, small_files, monkeypatch, tmp_
     assert main(pretraining_flags(folder, *SEARCH, "--resume")) == 0
     # Without a checkpoint, the same command starts again in what it left: before its weights, and after them.
     opened = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # that of a file that is open, which is not named
+    of_tokenizers = Exception("No space left on device (os error 28)")
     torch_says = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     for name, place, error in (
         ("model.safetensors", None, None),
+        ("tokenizer.json", (PreTrainedTokenizerFast, "save_pretrained"), of_tokenizers),
         ("training_args.bin", (torch, "save"), torch_says),
         ("metrics.json", (run_life, "write_metrics"), opened),
     ):

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from conftest import SEARCH, contents
 from processes import start, start_command, wait_for
+from safetensors import SafetensorError
 
 from sparsebert import load
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, write_metrics
 from sparsebert.masks.sparse_mask import SparseMask
-from sparsebert.output_folders import ASIDE_NAME, check_free
+from sparsebert.output_folders import ASIDE_NAME, check_free, replacing
 from sparsebert.training.runs import checkpoint_manifests
-from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
+from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole, whole_checkpoint
 from sparsebert.training.runs.run_folders import choose_folder, run_folder
 
 
@@ -585,6 +586,29 @@ def test_a_failed_save_keeps_what_the_limit_would_delete(pretraining_flags, tmp_
     monkeypatch.setattr(checkpoint_manifests, "_write_manifest", write_or_fail)
     assert "No space left on device" in said(pretraining_flags(folder, *SEARCH, "--save_total_limit", "1"), code=1)
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        (SafetensorError("I/O error: No space left on device"), "No space left"),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "is the disk full"),
+        (RuntimeError("basic_ios::clear: iostream error"), "is the disk full"),
+        (Exception("No space left on device (os error 28)"), "No space left"),  # of tokenizers
+    ],
+)
+def test_what_libraries_say_of_a_full_disk(tmp_path, error, said):
+    """Of a checkpoint, and of the files of a run."""
+    with (
+        pytest.raises(OSError, match=f"checkpoint-1 could not be saved.*{said}"),
+        whole_checkpoint(tmp_path / "checkpoint-1"),
+    ):
+        (tmp_path / "checkpoint-1").mkdir()
+        raise error
+    assert not (tmp_path / "checkpoint-1").exists()
+    with pytest.raises(OSError, match=said), locked_output(tmp_path), replacing(tmp_path, tmp_path, new=True):
+        raise error
 
 
 def test_a_run_that_fails_removes_only_what_it_has_half_written(tmp_path):

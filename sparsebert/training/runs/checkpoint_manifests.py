@@ -10,7 +10,6 @@ from typing import Any
 
 from accelerate import PartialState
 from huggingface_hub.utils.sha import sha_fileobj
-from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
@@ -49,10 +48,13 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        reason = failed_to_write(error)
+        if reason is None and not isinstance(error, (OSError, RuntimeError)):
+            raise
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
-        reason = failed_to_write(error) or (str(error).splitlines() or [type(error).__name__])[0]
+        reason = reason or (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(f"{path} could not be saved, and its incomplete files were removed: {reason}") from error
 
 
