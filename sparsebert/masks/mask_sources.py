@@ -112,6 +112,7 @@ class Descriptions(NamedTuple):
     search: Path | None
 
 
+@naming_the_file()
 def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descriptions:
     """
     Find the description of a mask or search in a folder or Hub repository. A file of another tool is passed over, with

@@ -58,6 +58,16 @@ def own_descriptions(api: HfApi, repo_id: str, paths: Collection[str], revision:
     return {p for p in found if not has_other_content(Path(api.hf_hub_download(repo_id, p, revision=revision)))}
 
 
+def files_of_parts(
+    api: HfApi, repo_id: str, names: Collection[str], revision: str | None, place: str = ""
+) -> set[str]:
+    """Names that the files of masks of parts may have in a place of a repository, in which the files `names` are."""
+    if CONFIG_NAME not in names or not any(name.startswith(folder_of_part("")) for name in names):
+        return set()
+    parts = parts_named_in(Path(api.hf_hub_download(repo_id, place + CONFIG_NAME, revision=revision)))
+    return {f"{folder_of_part(part)}/{name}" for part in parts for name in (*MASK_STATE, CARD_NAME)}
+
+
 def public_content(path: Path) -> bytes:
     """A file as it is pushed: a description of a mask or search without the path of the model it was found for."""
     content = path.read_bytes()
@@ -146,9 +156,8 @@ def push_folder(
     if replaced is None and CONFIG_NAME in names and former is not None and METRICS_NAME in here:
         results = (*RESULT_FILES, *TASK_FILES)
         stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
-    if CONFIG_NAME in names and CONFIG_NAME in here and any(name.startswith(folder_of_part("")) for name in here):
-        parts = parts_named_in(Path(api.hf_hub_download(repo_id, place + CONFIG_NAME, revision=revision)))
-        stale |= {f"{folder_of_part(part)}/{name}" for part in parts for name in (*MASK_STATE, CARD_NAME)}
+    if CONFIG_NAME in names:
+        stale |= files_of_parts(api, repo_id, here, revision, place)
     stale = {place + name for name in stale - set(names)} & there
     described = {place + name for name in DESCRIPTIONS} & stale
     stale -= described - own_descriptions(api, repo_id, described, revision)

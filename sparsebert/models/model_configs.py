@@ -185,11 +185,11 @@ def forget_saved_fields(config: Any) -> None:
         attributes[AUTO_MAP_FIELD] = auto_map
 
 
-def warn_of_missing_mask(source: str | PathLike, outcome: str) -> None:
-    """Say that a configuration with the note of [`saved_fields`] has no mask beside it, and what happens instead."""
-    logger.warning(
+def without_mask(source: str | PathLike) -> str:
+    """That a configuration with the note of [`saved_fields`] has no mask beside it, for a message."""
+    return (
         f"{source}: its configuration was saved with a mask, but beside it (without a connection: in the cache) there "
-        f"is neither {MASK_CONFIG_NAME} nor {SEARCH_CONFIG_NAME}: {outcome}"
+        f"is neither {MASK_CONFIG_NAME} nor {SEARCH_CONFIG_NAME}"
     )
 
 

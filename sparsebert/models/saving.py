@@ -276,10 +276,11 @@ class SparseModelMixin(MaskedForward, _ModelBase):
 
     def _contradicting_files(self):
         """Names of files that belong to another state of the mask than that of this model."""
+        code = () if AUTO_MAP_FIELD in saved_fields(type(self.config).model_type) else (CODE_NAME,)
         if self.sparse_attention.searching:
-            return (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME)
+            return (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, *code)
         # A frozen model whose mask was never loaded says nothing about the mask in the folder.
-        return () if self.sparse_attention.mask is None else (SEARCH_CONFIG_NAME,)
+        return code if self.sparse_attention.mask is None else (SEARCH_CONFIG_NAME, *code)
 
     def _upload_modified_files(self, working_dir, repo_id, files_timestamps, commit_message=None, **arguments):
         """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.utils import hub, logging
+from transformers.utils import CONFIG_NAME, hub
 
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of
@@ -19,10 +19,8 @@ from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES
 from .attaching import attach_class, attach_module, attach_saved, make_sparse_attention, warn_of_changed_weights
 from .bert.configuration_sparsebert import SparseBertConfig
-from .model_configs import Derived, forget_saved_fields, warn_of_missing_mask
+from .model_configs import ATTENTION_FIELD, Derived, without_mask
 
-
-logger = logging.get_logger(__name__)
 
 # The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
 _resolve_revision: Any = getattr(hub, "resolve_revision", None)
@@ -115,9 +113,10 @@ def from_pretrained_with_mask(
         _attach_of_base(model, source)
         of_parts = PARTS_FIELD in vars(model.config)
         if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD) and not of_parts:
-            warn_of_missing_mask(source, "the model was loaded without a mask")
-            forget_saved_fields(model.config)
-            model.set_attn_implementation(model.config._attn_implementation)
+            raise MaskFileError(
+                f"{without_mask(source)}: if the connection failed, try again; to have the model without its mask, "
+                f"delete {NOTE_FIELD} and {ATTENTION_FIELD} from its {CONFIG_NAME}"
+            )
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
@@ -150,7 +149,7 @@ def _attach_of_base(model, source):
     if found.mask is not None:
         attach_saved(base, model, SparseMask.from_pretrained(base))
     elif found.search is not None:
-        logger.warning(
-            f"{source}: the base model {base} has a mask that is being searched, and was loaded without it: load the "
-            "base model first, then the adapter into it"
+        raise MaskFileError(
+            f"{source}: the base model {base} has a mask that is being searched: load the base model first, then the "
+            "adapter into it"
         )

@@ -7,6 +7,7 @@ is where a model comes from and goes to, and stock classes, so methods of their 
 
 import os
 
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from transformers.integrations import PeftAdapterMixin
 from transformers.utils import PushToHubMixin
@@ -16,7 +17,7 @@ from ..models import saving
 from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
 from .adapters import adapter_config, load_adapter, save_adapters, set_adapter
 from .replacements import AfterImport, Replacement
-from .stock_models import from_pretrained, save_pretrained, upload
+from .stock_models import folder_additions, from_pretrained, save_pretrained, upload
 
 
 SWITCH = "SPARSEBERT_PLUGIN"
@@ -37,6 +38,7 @@ def enable() -> None:
     - `from_pretrained` of stock models attaches the mask beside the weights, and loads other models as before;
       `save_pretrained` of a model made of several saves the masks of its parts, too, which are attached with it. That
       and `push_to_hub` of a model without a mask remove the mask of the one that it replaces.
+    - An upload of a folder, as that of a Trainer, leaves out the path of the local model that a mask was found for.
     - PEFT saves the mask of a model with its adapters, and attaches it with them. PEFT itself is not imported.
     - `Auto*` classes know the model type `sparsebert`, and `attn_implementation` the names of the backends.
     """
@@ -47,6 +49,7 @@ def enable() -> None:
     _replaced.append(Replacement(PreTrainedModel, "from_pretrained", from_pretrained))
     _replaced.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
     _replaced.append(Replacement(PushToHubMixin, "_upload_modified_files", upload))
+    _replaced.append(Replacement(HfApi, "_prepare_upload_folder_additions", folder_additions))
     _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
     _replaced.append(Replacement(PeftAdapterMixin, "set_adapter", set_adapter))
     _replaced.append(AfterImport("peft", _extend_peft))

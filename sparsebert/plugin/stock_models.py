@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..masks.mask_cards import CARD_NAME
-from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, parts_named_in
+from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, has_other_content, parts_named_in
 from ..masks.mask_sources import IF_THERE, find_descriptions, hub_arguments_in
 from ..masks.pushing import DESCRIPTIONS, own_descriptions, public_content, push_folder
 from ..models.coverage import carriers_in
@@ -118,6 +118,19 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
     if push:
         model.push_to_hub(**{"repo_id": folder.name} | hub, token=given.get("token"))
     return result
+
+
+def folder_additions(stock: Callable[..., Any], api: Any, *args: Any, **kwargs: Any) -> list[CommitOperationAdd]:
+    """What an upload of a folder adds, as that of a Trainer: no path of the model that a mask was found for."""
+    return [_public(added) for added in stock(api, *args, **kwargs)]
+
+
+def _public(added):
+    name, path = PurePosixPath(added.path_in_repo).name, added.path_or_fileobj
+    if name not in DESCRIPTIONS or not isinstance(path, str | Path) or has_other_content(Path(path)):
+        return added
+    content = public_content(Path(path))
+    return added if content == Path(path).read_bytes() else CommitOperationAdd(added.path_in_repo, content)
 
 
 def upload(stock: Callable[..., Any], pushed: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,10 +8,12 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from ..masks.mask_cards import CARD_NAME, own_card, save_card
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import CODE_NAME, MASK_STATE, folder_of_part, own_state, parts_named_in
+from ..masks.pushing import DESCRIPTIONS, files_of_parts, own_descriptions
+from ..models.parts import remove_parts
 
 
 logger = logging.get_logger(__name__)
@@ -34,7 +36,8 @@ class HubTrainer(Trainer):
     """
     The part of [`SparseBertTrainer`] that is about the Hub.
 
-    - A push, at the end or of a checkpoint, contains the mask or the search, and deletes files that contradict it.
+    - A push, at the end or of a checkpoint, contains the mask or the search, also those of parts, and deletes what
+      contradicts it: all of a mask, for a model without one.
     - `push_results` pushes what a run adds to its folder after the model is saved.
     - The arguments are saved and pushed without `hub_token`: pickling them leaves it out.
     - The card of a model with a mask is kept, and completed with what the Trainer knows.
@@ -61,8 +64,9 @@ class HubTrainer(Trainer):
             save_card(path.parent, card)
 
     def _contradicting_files(self) -> Sequence[str]:
+        """Names of files of another mask, which a model without one lacks all."""
         names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
-        return () if names is None else names()
+        return (*MASK_STATE, CODE_NAME) if names is None else names()
 
     def push_to_hub(
         self,
@@ -108,11 +112,14 @@ class HubTrainer(Trainer):
         if pushes and self.is_world_process_zero():
             # The stock Trainer copies only the files that it knows to the folder that is pushed.
             source, folder = Path(checkpoint_folder), Path(str(self.args.output_dir))
-            for name in self._contradicting_files():
+            for name in {*self._contradicting_files()} & {*own_state(folder), CODE_NAME}:
                 (folder / name).unlink(missing_ok=True)
-            for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME):
+            for name in (*MASK_STATE, CODE_NAME):
                 if (source / name).is_file():
                     shutil.copy(source / name, folder / name)
+            remove_parts(parts_named_in(folder / CONFIG_NAME), folder)
+            for part in map(folder_of_part, parts_named_in(source / CONFIG_NAME)):
+                shutil.copytree(source / part, folder / part, dirs_exist_ok=True)
             try:
                 self._delete_contradicting(self.args.hub_token, None)
             except Exception as error:  # whatever it is, a training does not end for it
@@ -124,8 +131,14 @@ class HubTrainer(Trainer):
         Delete from the repository what belongs to another state of the mask, before the push: in between there is no
         mask, and not that of another model.
         """
-        if not self.is_world_process_zero() or not (names := self._contradicting_files()):
+        if not self.is_world_process_zero():
             return
         api, revision = HfApi(token=token), revision or self.args.hub_revision
-        if stale := sorted(set(names) & set(api.list_repo_files(self.hub_model_id, revision=revision))):
-            api.delete_files(self.hub_model_id, stale, commit_message="Delete the former mask", revision=revision)
+        repo_id = str(self.hub_model_id)
+        there = set(api.list_repo_files(repo_id, revision=revision))
+        stale = {*self._contradicting_files()} & there
+        described = stale & set(DESCRIPTIONS)
+        stale -= described - own_descriptions(api, repo_id, described, revision)
+        stale |= files_of_parts(api, repo_id, there, revision) & there
+        if stale:
+            api.delete_files(repo_id, sorted(stale), commit_message="Delete the former mask", revision=revision)

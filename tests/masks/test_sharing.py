@@ -568,6 +568,62 @@ trainer.push_results()  # a finished run does not fail for it
     assert "metrics.json" in last and "later.json" not in last
 
 
+def test_pushes_of_any_trainer(hub, client, tmp_path):
+    """No path of this machine is in them. One of a model without a mask deletes that of the model before."""
+    client.run(f"""
+from transformers import EncoderDecoderModel, Trainer, TrainingArguments
+from sparsebert.training.trainer import SparseBertTrainer
+
+tiny().save_pretrained({str(tmp_path / "base")!r})
+rows = [{{"input_ids": [1, 2, 3, 4] * 8, "labels": [1, 2, 3, 4] * 8}}] * 8
+
+def pushed(kind, repo, model, how="end"):
+    arguments = TrainingArguments({str(tmp_path)!r} + f"/{{repo}}", max_steps=2, save_steps=1, use_cpu=True,
+        push_to_hub=True, hub_model_id=f"user/{{repo}}", hub_strategy=how, hub_always_push=True, report_to="none",
+        disable_tqdm=True)
+    trainer = kind(model, arguments, train_dataset=rows)
+    if how != "end":
+        trainer.train()
+    if kind is Trainer or how == "end":
+        trainer.push_to_hub()
+
+def read(mask=None):
+    model = transformers.AutoModelForMaskedLM.from_pretrained({str(tmp_path / "base")!r})
+    return model if mask is None else sparsebert.attach(model, mask, mask_length=32)
+
+def both():
+    part = lambda kind, **fields: getattr(transformers, kind)(transformers.BertConfig(**SIZES, **fields))
+    decoder = part("BertLMHeadModel", is_decoder=True, add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=part("BertModel"), decoder=decoder)
+    model.config.decoder_start_token_id = model.config.pad_token_id = 0
+    return model
+
+for kind, repo in ((Trainer, "stock"), (SparseBertTrainer, "ours")):
+    pushed(kind, repo, read("dam_s"), "all_checkpoints")
+pushed(SparseBertTrainer, "dense", read("window"))
+pushed(SparseBertTrainer, "dense", read())
+bert = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+sparsebert.attach(bert, "window", mask_length=32).push_to_hub("user/code")
+pushed(SparseBertTrainer, "code", read("dam_s"))
+model = both()
+sparsebert.attach(model.encoder, "window", mask_length=32)
+pushed(SparseBertTrainer, "parts", model, "every_save")
+assert EncoderDecoderModel.from_pretrained("user/parts").encoder.sparse_attention.mask is not None
+sparsebert.detach(model.encoder)
+pushed(SparseBertTrainer, "parts", model)
+""")
+    for repo in ("stock", "ours"):
+        names = [name for name in hub.repos[f"user/{repo}"].files if name.endswith("search_config.json")]
+        assert "search_config.json" in names and "checkpoint-1/search_config.json" in names
+        assert not any(str(tmp_path).encode() in hub.read(f"user/{repo}", name) for name in names)
+        assert str(tmp_path / "base") in (tmp_path / repo / "search_config.json").read_text()
+    for repo in ("dense", "code", "parts"):
+        names = {name.split("/")[-1] for name in hub.repos[f"user/{repo}"].files}
+        assert "model.safetensors" in names and not names & FROZEN and "modeling_frozen_sparsebert.py" not in names
+    commits = [{name for name in files if name.startswith("mask-")} for files in hub.repos["user/parts"].commits]
+    assert all(FROZEN <= {name.split("/")[1] for name in files} or not files for files in commits) and any(commits)
+
+
 # Faults
 
 
@@ -621,6 +677,19 @@ HfApi().upload_file(path_or_fileobj=bytes(content), path_in_repo={path!r}, repo_
         said = client.refused("pull", repo, "--output_dir", output, *words, code=2)
         assert f"{repo}: {path}: not the file that" in said and f"nothing was written to {output}" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what, error", [(500, "sparsebert.MaskFileError"), ("drop", "ConnectionError")])
+def test_a_mask_that_the_hub_does_not_give_is_missed(hub, client, tmp_path, what, error):
+    """Though the weights arrive: a model that was saved with a mask is never loaded without it."""
+    client.run('sparsebert.attach(tiny(), "window", mask_length=16).push_to_hub("user/given")')
+    hub.faults.append(Fault("mask_config", what))
+    client.run(f"""
+for number, loader in enumerate((transformers.AutoModel, transformers.DistilBertForMaskedLM, sparsebert)):
+    load = getattr(loader, "from_pretrained", None) or loader.load
+    place = {str(tmp_path)!r} + f"/{{number}}"
+    refused(lambda: load("user/given", cache_dir=place), {error}, "user/given: ", "mask_config.json")
+""")
 
 
 def test_errors_of_the_connection_name_the_file_in_python(hub, client, shared):

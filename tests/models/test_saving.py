@@ -172,14 +172,17 @@ def test_interrupted_save_does_not_pass_for_the_old_state(tmp_path, monkeypatch,
 
 def test_a_mask_that_is_missing_is_missed(tmp_path, caplog):
     attached_bert("window").save_pretrained(tmp_path / "model")
-    for name in ("mask_config.json", "mask.safetensors"):
-        (tmp_path / "model" / name).unlink()
-    model = BertModel.from_pretrained(tmp_path / "model")
-    assert "saved with a mask, but beside it" in caplog.text
-    model.save_pretrained(tmp_path / "dense")
-    # The code of others stays in the configuration.
     path = tmp_path / "model/config.json"
+    (tmp_path / "model/mask_config.json").rename(tmp_path / "mask_config.json")
+    with pytest.raises(MaskFileError, match="saved with a mask, but beside it .* delete how_to_load"):
+        BertModel.from_pretrained(tmp_path / "model")
     config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({name: config[name] for name in config.keys() - {"how_to_load", "attn_implementation"}})
+    )
+    BertModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "dense")
+    # The code of others stays in the configuration.
+    (tmp_path / "mask_config.json").rename(tmp_path / "model/mask_config.json")
     config["auto_map"]["AutoModelForTokenClassification"] = "theirs.Tagger"
     path.write_text(json.dumps(config))
     others = BertModel.from_pretrained(tmp_path / "model").config.auto_map

@@ -10,6 +10,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from ...checks import nearest
 from ...hub import commit_of
@@ -26,9 +27,11 @@ from ...learning.mask_description import (
 from ...learning.searches import SEARCHES
 from ...masks.mask_files import NOTE_FIELD, MaskFileError, read_description
 from ...masks.mask_sources import find_descriptions, hub_arguments_in
-from ..model_configs import MaskedConfigMixin, forget_saved_fields, saved_with_code, warn_of_missing_mask
+from ..model_configs import MaskedConfigMixin, forget_saved_fields, saved_with_code, without_mask
 from .token_mixers import check_token_mixers
 
+
+logger = logging.get_logger(__name__)
 
 # Attribute of a configuration, which is not saved: whether its search replaces what the checkpoint says of one.
 NEW_SEARCH = "_new_search"
@@ -172,7 +175,7 @@ def _with_mask_beside(found, source, hub_arguments):
         frozen = {"frozen": True, "allow_empty_rows": True, "mask_length": described["length"]}
         return found | frozen | {"search": search if search in SEARCHES else None}
     if NOTE_FIELD in found:
-        warn_of_missing_mask(source, "a new search begins")
+        logger.warning(f"{without_mask(source)}: a new search begins")
     return found
 
 
