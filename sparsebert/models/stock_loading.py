@@ -19,7 +19,7 @@ from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES
 from .attaching import attach_class, attach_module, attach_saved, make_sparse_attention, warn_of_changed_weights
 from .bert.configuration_sparsebert import SparseBertConfig
-from .model_configs import ATTENTION_FIELD, Derived, without_mask
+from .model_configs import Derived, saved_fields, without_mask
 
 
 # The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
@@ -115,7 +115,7 @@ def from_pretrained_with_mask(
         if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD) and not of_parts:
             raise MaskFileError(
                 f"{without_mask(source)}: if the connection failed, try again; to have the model without its mask, "
-                f"delete {NOTE_FIELD} and {ATTENTION_FIELD} from its {CONFIG_NAME}"
+                f"delete {', '.join(saved_fields(model.config.model_type))} from its {CONFIG_NAME}"
             )
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))

@@ -174,12 +174,14 @@ def test_a_mask_that_is_missing_is_missed(tmp_path, caplog):
     attached_bert("window").save_pretrained(tmp_path / "model")
     path = tmp_path / "model/config.json"
     (tmp_path / "model/mask_config.json").rename(tmp_path / "mask_config.json")
-    with pytest.raises(MaskFileError, match="saved with a mask, but beside it .* delete how_to_load"):
+    with pytest.raises(
+        MaskFileError,
+        match="saved with a mask, but beside it .* delete attn_implementation, how_to_load, auto_map from",
+    ):
         BertModel.from_pretrained(tmp_path / "model")
     config = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({name: config[name] for name in config.keys() - {"how_to_load", "attn_implementation"}})
-    )
+    saved = {"how_to_load", "attn_implementation", "auto_map"}
+    path.write_text(json.dumps({name: config[name] for name in config.keys() - saved}))
     BertModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "dense")
     # The code of others stays in the configuration.
     (tmp_path / "mask_config.json").rename(tmp_path / "model/mask_config.json")
