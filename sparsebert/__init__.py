@@ -32,6 +32,7 @@ from .models.bert.modeling_sparsebert import (
     SparseBertPreTrainedModel,
 )
 from .models.bert.token_mixers import MIXERS
+from .models.inference.compiling import compile
 from .models.lengthening import extend_positions
 from .models.loading import load
 from .models.quantization import quantize
@@ -92,6 +93,7 @@ __all__ = [
     "__version__",
     "attach",
     "build_pattern",
+    "compile",
     "detach",
     "extend_positions",
     "load",

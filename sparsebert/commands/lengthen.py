@@ -13,7 +13,9 @@ from ..finite_weights import check_weights
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
-from ..models.loading import carries_mask, check_folder, load, model_class_of, read_model, warn_of_modules
+from ..models.loading import carries_mask, check_folder, load, read_model
+from ..models.model_classes import model_class_of
+from ..models.sentence_files import copy_sentence_files
 from ..models.sparse_attention import get_sparse_attention
 from ..output_folders import check_free, written_whole
 from ._command import Command, Results
@@ -71,12 +73,12 @@ def run(values):
         config = read_config(source, **hub_arguments)
         model = read_model(model_class_of(config).from_pretrained, source, **hub_arguments)
     tokenizer = read_tokenizer(source, **hub_arguments)
-    warn_of_modules(source, **hub_arguments)
     check_weights(model, f"model {source}")
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     with written_whole(options.output_dir, options.overwrite) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_sentence_files(source, folder, options.length, **hub_arguments)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
     return Results(without_secrets(vars(options)), notes=[done])

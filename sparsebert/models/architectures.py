@@ -108,12 +108,15 @@ def sliding_window(config: PreTrainedConfig) -> tuple[int | None, tuple[int, ...
     return (config.sliding_window, local) if local else (None, ())
 
 
+def first_position(config: PreTrainedConfig) -> int:
+    """Position of the first token: 0, or in a RoBERTa the one after that of its padding token."""
+    return config.pad_token_id + 1 if config.model_type in ("camembert", "roberta", "xlm-roberta") else 0
+
+
 def num_positions(config: PreTrainedConfig) -> int:
     """Number of tokens of the longest input that a model takes."""
-    if config.model_type in ("camembert", "roberta", "xlm-roberta"):
-        return config.max_position_embeddings - config.pad_token_id - 1  # positions are counted from there
     if hasattr(config, "max_position_embeddings"):
-        return config.max_position_embeddings
+        return config.max_position_embeddings - first_position(config)
     return _num_patches(config, *_pair(config.image_size)) + 1
 
 

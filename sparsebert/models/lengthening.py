@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..attention.model_masks import without_adapters
 from ..checks import check_choice
+from .architectures import first_position
 from .bert.token_mixers import fixed_length
 
 
@@ -31,14 +32,7 @@ def _position_embeddings(model):
         raise ValueError(
             f"a model of type {model.config.model_type!r} has no learned embeddings of absolute positions to extend"
         )
-    return embeddings, table, first_position(model)
-
-
-def first_position(model: PreTrainedModel) -> int:
-    """Position of the first token: 0, or in a RoBERTa the one after that of its padding token."""
-    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    padding_idx = getattr(table, "padding_idx", None)
-    return 0 if padding_idx is None else padding_idx + 1
+    return embeddings, table, first_position(model.config)
 
 
 def extend_positions(model: Model, length: int, method: str = "tile") -> Model:

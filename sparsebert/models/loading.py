@@ -3,15 +3,13 @@
 import pickle
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub.errors import HTTPError, StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
@@ -24,6 +22,9 @@ from .architectures import check_architecture
 from .bert import modeling_sparsebert
 from .bert.auto_classes import register_auto_classes
 from .bert.configuration_sparsebert import SparseBertConfig
+from .inference.compiled_files import is_compiled
+from .inference.compiled_loading import load_compiled
+from .model_classes import model_class_of
 
 
 logger = logging.get_logger(__name__)
@@ -71,23 +72,12 @@ def check_folder(
     raise FileNotFoundError(f"{field}there is no {' or '.join(names)} in the folder {str(folder)!r}{hint}")
 
 
-def warn_of_modules(source: str | PathLike, **hub_arguments: Any) -> None:
-    """Say that what sentence-transformers adds to a model is left out by a command that writes the model anew."""
-    found = None
-    with suppress(OSError):  # in the cache or not: the Hub need not be reached for this
-        found = find_file(source, "modules.json", **hub_arguments)
-    if found:
-        logger.warning(
-            f"{source}: what sentence-transformers adds to the model (modules.json: pooling, ...) is not written; "
-            "without it, sentence-transformers takes the mean over all tokens"
-        )
-
-
 @naming_the_file()
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
     Load a model with its mask, frozen or still being searched: a SparseBERT, a model that [`attach`] gave a mask, or
-    one whose parts have masks. If the weights changed since the mask was saved next to them, there is a warning.
+    one whose parts have masks; or a model that [`compile`] compiled, with a mask or without. If the weights changed
+    since the mask was saved next to them, there is a warning.
 
     Args:
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
@@ -105,6 +95,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
             that was saved is not part of transformers, or for a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
+    if is_compiled(source, kwargs.get("subfolder")):
+        return load_compiled(source, model_class, **kwargs)
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))
     check_undamaged(Path(source, kwargs.get("subfolder") or ""))
     if not (model_class is None or hasattr(model_class, "from_pretrained")):
@@ -134,7 +126,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
             raise ValueError(f"{source}: only sparsebert.plugin attaches masks of parts: call its enable() first")
         return read_model(model_class.from_pretrained, source, **kwargs)
     check_architecture(config.model_type)
-    if isinstance(own_config := getattr(model_class, "config_class", None), type):
+    own_config: Any = getattr(model_class, "config_class", None)
+    if own_config is not None:
         check_architecture(own_config.model_type)  # another class, as the configuration may name it, has no mask
     if find_descriptions(source, **hub_arguments) == (None, None):
         raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
@@ -180,16 +173,3 @@ def misfit(source: str, name: str, stored: Any, expected: Any) -> ValueError:
         f"{source}: its weights do not fit its configuration: {name} has shape {tuple(stored)}, expected "
         f"{tuple(expected)}"
     )
-
-
-def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that a model was saved with, of transformers or, for a [`SparseBertConfig`], of this package."""
-    module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
-    names: Any = config.architectures or ["AutoModel"]
-    name = names[0] if isinstance(names, list) else names
-    if module is modeling_sparsebert and isinstance(name, str) and name.startswith("Bert"):
-        name = f"Sparse{name}"  # the encoder of a head, saved alone
-    found = getattr(module, name, None) if isinstance(name, str) else None
-    if not (isinstance(found, type) and (name == "AutoModel" or issubclass(found, PreTrainedModel))):
-        raise ValueError(f"architectures: {name!r} is not a model of {module.__name__}: give the class as model_class")
-    return found

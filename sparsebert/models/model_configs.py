@@ -59,7 +59,11 @@ class Derived:
     stock_class: type
 
     def __reduce__(self) -> tuple:
-        return _new, (self.mixin, self.stock_class), self.__dict__
+        stock_class, mixins = type(self), []
+        while issubclass(stock_class, Derived):
+            mixins.append(stock_class.mixin)
+            stock_class = stock_class.stock_class
+        return _new, (stock_class, *mixins), self.__dict__
 
 
 def derived_class(mixin: type, stock_class: Any) -> Any:
@@ -75,8 +79,10 @@ def _made(mixin, stock_class):
     return type(stock_class.__name__, (mixin, stock_class), names | {"mixin": mixin, "stock_class": stock_class})
 
 
-def _new(mixin, stock_class):
-    return object.__new__(derived_class(mixin, stock_class))
+def _new(stock_class, *mixins):
+    for mixin in reversed(mixins):
+        stock_class = derived_class(mixin, stock_class)
+    return object.__new__(stock_class)
 
 
 class MaskedConfigMixin(_ConfigBase):

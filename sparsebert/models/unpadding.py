@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..attention.packed_batches import DocumentSpans, packed_documents, row_documents
 from ..masks.exported import exporting
-from .architectures import MIXES_NEIGHBORS, cached_length
-from .lengthening import first_position
+from .architectures import MIXES_NEIGHBORS, cached_length, first_position
 
 
 # Heads whose output is that of a row's first token, or is normalized over the row: they know no documents.
@@ -61,11 +61,17 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
+def mixes_neighbors(config: PreTrainedConfig) -> str | None:
+    """What in a base model mixes the tokens of a row other than attention, or `None`."""
+    mixers = set(getattr(config, "token_mixers", None) or ()) - {"attention"}
+    if mixers:
+        return f"the token mixer {min(mixers)!r}"
+    return f"a model of type {config.model_type!r}" if config.model_type in MIXES_NEIGHBORS else None
+
+
 def check_documents(model: Any) -> None:
     """Refuse packed rows if a part of a base model other than attention mixes the tokens of a row."""
-    mixers = set(getattr(model.config, "token_mixers", None) or ()) - {"attention"}
-    if mixers or model.config.model_type in MIXES_NEIGHBORS:
-        part = f"the token mixer {min(mixers)!r}" if mixers else f"a model of type {model.config.model_type!r}"
+    if part := mixes_neighbors(model.config):
         raise ValueError(
             f"position_ids restart within a row, but {part} mixes neighboring tokens, also of different documents: "
             "pass one document per row"
@@ -101,7 +107,7 @@ def without_padding(
     if "token_type_ids" in names and packed.get("token_type_ids") is None:
         packed["token_type_ids"] = torch.zeros_like(padding, dtype=torch.long)
     if packed.get("position_ids") is None:
-        packed["position_ids"] = _default_positions(model, packed.get("input_ids"), padding)
+        packed["position_ids"] = default_positions(model.config, packed.get("input_ids"), padding)
     for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids"):
         if (values := packed.get(name)) is not None:
             values = values.expand(batch, length, *values.shape[2:])
@@ -120,23 +126,23 @@ def without_padding(
         if output.get("hidden_states") is not None:
             output["hidden_states"] = tuple(map(padded, output.hidden_states))
         if output.get("pooler_output") is not None:
-            output["pooler_output"] = _pooled(model, output.last_hidden_state[:, :1])
+            output["pooler_output"] = pooled(model, output.last_hidden_state[:, :1])
         return output if as_dict else output.to_tuple()
 
     return packed, restore
 
 
-def _default_positions(model, input_ids, padding):
-    """The positions `(B, n)` that a base model gives the tokens of a padded batch itself."""
-    first = first_position(model)
+def default_positions(config: PreTrainedConfig, input_ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The positions `(B, n)` that a base model gives the tokens of a batch itself, for a tensor of that shape."""
+    first = first_position(config)
     if first and input_ids is not None:
         # RoBERTa counts the tokens that are not its padding token, which all others have the position of.
         words = (input_ids != first - 1).long()
         return words.cumsum(-1) * words + first - 1
-    return (first + torch.arange(padding.shape[1], device=padding.device)).expand(padding.shape)
+    return (first + torch.arange(like.shape[1], device=like.device)).expand(like.shape)
 
 
-def _pooled(model, first):
+def pooled(model: Any, first: torch.Tensor) -> torch.Tensor:
     """What a base model makes of the first tokens `(B, 1, D)`."""
     if isinstance(model.pooler, nn.Linear):  # ALBERT
         return model.pooler_activation(model.pooler(first[:, 0]))

@@ -16,6 +16,8 @@ from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, has_o
 from ..masks.mask_sources import IF_THERE, find_descriptions, hub_arguments_in
 from ..masks.pushing import DESCRIPTIONS, own_descriptions, public_content, push_folder
 from ..models.coverage import carriers_in
+from ..models.inference.compiled_files import is_compiled
+from ..models.inference.compiled_loading import load_compiled
 from ..models.parts import (
     check_names,
     forget_in_parts,
@@ -43,6 +45,8 @@ def from_pretrained(
     here.
     """
     source = pretrained_model_name_or_path
+    if source is not None and is_compiled(source, kwargs.get("subfolder")):
+        return load_compiled(source, cls, **kwargs)
     loaded = from_pretrained_with_mask(stock, cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     config, names = kwargs.get("config"), vars(model.config).get(PARTS_FIELD)

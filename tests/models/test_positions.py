@@ -1,5 +1,6 @@
 """Longer position embeddings: what stays, what is new, masks searched at a shorter length, files."""
 
+import json
 import shutil
 
 import pytest
@@ -148,11 +149,24 @@ def test_the_command_goes_on_where_it_was_killed(checkpoints, tmp_path):
     assert {"_unfinished", "_unfinished.json"}.isdisjoint(path.name for path in (tmp_path / "out").iterdir())
 
 
-def test_what_sentence_transformers_adds_is_said_to_be_left_out(checkpoints, tmp_path, caplog):
+def test_what_sentence_transformers_adds_is_kept(checkpoints, tmp_path):
     shutil.copytree(checkpoints["stock"], tmp_path / "model")
-    (tmp_path / "model/modules.json").write_text("[]")
+    modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "../elsewhere"}]
+    settings = {"max_seq_length": 16, "do_lower_case": False}
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"pooling_mode": "cls"},
+        "sentence_bert_config.json": settings,
+        "../elsewhere/x": {},
+    }
+    for name, content in files.items():
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text(json.dumps(content))
     words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
-    assert main(words) == 0 and "takes the mean over all tokens" in caplog.text
+    assert main(words) == 0
+    files["sentence_bert_config.json"] = settings | {"max_seq_length": 64}
+    del files["../elsewhere/x"]
+    assert {name: json.loads((tmp_path / "out" / name).read_text()) for name in files} == files
 
 
 def test_the_command_leaves_no_mask_of_another_model(checkpoints, tmp_path):

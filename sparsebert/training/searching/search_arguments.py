@@ -29,7 +29,8 @@ from ...masks.patterns import PATTERNS, build_pattern
 from ...models.architectures import check_architecture, num_positions, shares_weights
 from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
-from ...models.loading import carries_mask, model_class_of
+from ...models.loading import carries_mask
+from ...models.model_classes import model_class_of
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import MissingSplitError, choose_splits
 from ..finetuning.task_models import model_and_mask_arguments

@@ -25,7 +25,9 @@ from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
 from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
-from ...models.loading import model_class_of, read_model, warn_of_modules
+from ...models.loading import read_model
+from ...models.model_classes import model_class_of
+from ...models.sentence_files import copy_sentence_files
 from ..runs.checkpoint_manifests import newest_whole
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
@@ -83,7 +85,6 @@ def _search(
     run.define(options, config, search=fields)  # now, and again when the text is known, which takes longer
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
-    warn_of_modules(str(options.model), **hub_arguments)
     warn_of_slow_bfloat16(options.bf16, device)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     run.define(options, config, search=fields, **source.record())
@@ -127,6 +128,7 @@ def _search(
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    copy_sentence_files(str(options.model), output, **hub_arguments)
     probs = None
     if learned is not None:
         probs = learned.found_probs()

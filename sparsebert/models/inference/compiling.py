@@ -1,0 +1,271 @@
+"""Compiling a model for an inference engine, in the precision that is fastest within a stated loss."""
+
+import importlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...attention.mask_inputs import MaskInputs
+from ...attention.model_masks import without_adapters
+from ...checks import check_choice, check_range
+from ...version import __version__
+from ..architectures import input_shape, num_positions
+from ..model_configs import derived_class
+from ..unpadding import mixes_neighbors
+from .compiled_models import IMAGES, CompiledBase, CompiledModel, strip, traced_names
+
+
+logger = logging.get_logger(__name__)
+
+# By name: the module that runs graphs in the engine, and the extra that installs what it needs.
+ENGINES = {"openvino": (".openvino_graph", "openvino")}
+PRECISIONS = ("float32", "bfloat16", "int8")
+# Least cosine of hidden states with those in float32 that a precision must reach to be chosen by itself.
+MIN_COSINE = 0.99
+_BATCH = 8
+_ROUNDS = 3
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def engine_module(engine: str) -> ModuleType:
+    """The module that runs graphs in an engine."""
+    check_choice("engine", engine, ENGINES)
+    name, extra = ENGINES[engine]
+    try:
+        return importlib.import_module(name, __package__)
+    except ImportError as error:
+        raise ImportError(
+            f"engine {engine!r} is not installed: pip install 'sparsebert[{extra}]' ({error})"
+        ) from error
+
+
+def compile(
+    model: Model,
+    engine: str = "openvino",
+    precision: str = "auto",
+    calibration: Sequence[str] | Iterable[Mapping[str, torch.Tensor]] | None = None,
+    tokenizer: Any = None,
+    min_cosine: float = MIN_COSINE,
+) -> Model:
+    """
+    Compile an encoder, with or without a mask, for inference in another engine than PyTorch. It is called as before,
+    with inputs of any length and with padding anywhere; under a mask, padding costs nothing where the model can skip
+    it (`skip_padding`). The base model becomes a graph of the engine, without gradients; heads stay PyTorch.
+
+    Args:
+        model (`PreTrainedModel` or `SentenceTransformer`): An encoder, with or without a head, in float32 on the CPU.
+            A mask must be frozen, and adapters must be merged.
+        engine (`str`, *optional*, defaults to `"openvino"`): A key of `ENGINES`.
+        precision (`str`, *optional*, defaults to `"auto"`): `"float32"`, `"bfloat16"`, `"int8"` (linear layers, with
+            the rest in bfloat16 if the CPU has it), or `"auto"`: what is fastest on this CPU for the calibration data
+            among those whose hidden states have a mean cosine of `min_cosine` with those in float32.
+        calibration (`Sequence[str]` or batches, *optional*): Texts, or arguments of the model as dicts of tensors,
+            like those that the model is for: some hundred sequences. `"int8"` needs it, `"auto"` tries int8 only with
+            it.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): What makes batches of texts. Defaults to that of a
+            `SentenceTransformer`.
+        min_cosine (`float`, *optional*, defaults to 0.99): The loss that `"auto"` accepts, in [0, 1].
+
+    Returns:
+        `model`, changed in place and in evaluation mode. Its `compiled_as` says in what precision.
+    Raises:
+        ImportError: If the engine is not installed.
+        ValueError: If the model, its mask or an argument is not of this kind, or if the engine cannot run the model.
+    """
+    module, inner = engine_module(engine), without_adapters(model)
+    check_choice("precision", precision, ("auto", *PRECISIONS))
+    check_range("min_cosine", min_cosine, 0, 1, (int, float))
+    _check_model(inner)
+    if precision not in ("auto", *module.precisions()):
+        raise ValueError(f"precision {precision!r} is not one that this CPU has: use {', '.join(module.precisions())}")
+    batches = _batches(inner, calibration, tokenizer or getattr(model, "tokenizer", None))
+    if precision == "int8" and not batches:
+        raise ValueError("precision 'int8' needs calibration: some hundred texts like those that the model is for")
+    inner.eval()
+    base: Any = inner.base_model
+    former = type(base)
+    base.__class__ = derived_class(CompiledBase, former)
+    try:
+        graph, found = _chosen(inner, module, precision, batches, min_cosine)
+    except BaseException:
+        base.__class__ = former
+        vars(base).pop("graph", None)
+        raise
+    versions = {"sparsebert": __version__, engine: module.VERSION}
+    finish(inner, graph, {"engine": engine, "precision": graph.precision, **found, "versions": versions})
+    return model
+
+
+def finish(model: Any, graph: Any, compiled_as: dict[str, Any], skip_padding: bool = True) -> None:
+    """Give a model its graph, and remove what that does instead. Padding is taken out where it can be."""
+    base = model.base_model
+    if not isinstance(base, CompiledBase):
+        base.__class__ = derived_class(CompiledBase, type(base))
+    if base is not model:
+        model.__class__ = derived_class(CompiledModel, type(model))
+    for part in {base, model}:
+        vars(part).update(graph=graph, compiled_as=compiled_as)
+    strip(model)
+    sparse_attention = base._modules.get("sparse_attention")
+    if sparse_attention is not None and mixes_neighbors(model.config) is None:
+        sparse_attention.config = sparse_attention.config.changed(skip_padding=skip_padding)
+    model.eval()
+
+
+def _check_model(model):
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"compile needs a model of transformers, got {type(model).__name__}")
+    name, base = type(model).__name__, model.base_model
+    if isinstance(model, CompiledModel) or isinstance(base, CompiledModel):
+        raise ValueError(f"this {name} is compiled already")
+    if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, "lora_A") for part in model.modules()):
+        raise ValueError(f"this {name} has adapters: merge them first, with merge_and_unload of PEFT")
+    config = model.config
+    if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"compile needs an encoder, got a {name} with a decoder")
+    sparse_attention: Any = base._modules.get("sparse_attention")
+    if sparse_attention is not None and sparse_attention.mask is None:
+        raise ValueError("the mask of this model is not frozen: call freeze() before compile")
+    for weight_name, weight in model.named_parameters():
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise ValueError(
+                f"compile needs a model in float32 on the CPU: {weight_name} is {weight.dtype} on {weight.device}"
+            )
+        if not weight.isfinite().all():
+            raise ValueError(f"compile needs finite weights: {weight_name} holds infinity or NaN")
+    if not any(isinstance(module, nn.Linear) for module in base.modules()):
+        raise ValueError(f"this {name} has no linear layers: there is nothing to compile")
+
+
+def _batches(model, calibration, tokenizer) -> list[dict[str, torch.Tensor]]:
+    """The arguments of a model in calibration."""
+    items = list(calibration or ())
+    texts = [item for item in items if isinstance(item, str)]
+    if not texts:
+        wrong = next((item for item in items if not isinstance(item, Mapping)), None)
+        if wrong is not None:
+            raise ValueError(f"calibration must hold texts or dicts of tensors, got {type(wrong).__name__}")
+        return [dict(item) for item in items]
+    if len(texts) < len(items):
+        raise ValueError("calibration must hold texts or dicts of tensors, got both")
+    if tokenizer is None:
+        raise ValueError("calibration holds texts: give the model's tokenizer, too")
+    longest = min(num_positions(model.config), tokenizer.model_max_length)
+    return [
+        dict(
+            tokenizer(texts[at : at + _BATCH], padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        )
+        for at in range(0, len(texts), _BATCH)
+    ]
+
+
+class _Traced(nn.Module):
+    """The base model below its mask: the inputs of the graph as tensors, hidden states as a tuple."""
+
+    def __init__(self, base: Any, names: Sequence[str]) -> None:
+        super().__init__()
+        self.base, self.names = base, names
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        base: Any = self.base
+        given: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
+        if "sparse_attention" in base._modules:
+            shape: Any = input_shape(base.config, given)
+            given["mask_inputs"] = MaskInputs("sparse_sdpa", shape[1], shape[1], shape[2])
+            if base.sparse_attention.carrier.window is not None:
+                given["attention_mask"] = dict.fromkeys(base.config.layer_types)
+        output = super(type(base), base).forward(**given, output_hidden_states=True, return_dict=True)
+        return output.last_hidden_state, *output.hidden_states
+
+
+def _example(base, names):
+    """Tensors of the right kind: batches of more than one, since sizes of 1 would be taken for constants."""
+    config = base.config
+    if names == IMAGES:
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        return {names[0]: torch.zeros(2, config.num_channels, *size)}
+    ids = torch.full((2, 7), 1 if config.pad_token_id == 0 else 0, dtype=torch.long)
+    example = {name: torch.zeros_like(ids) for name in names} | {"input_ids": ids}
+    if "attention_mask" in names:
+        example["attention_mask"] = torch.ones_like(ids)
+        example["attention_mask"][0, 5:] = 0
+    return example
+
+
+def _chosen(model, module, precision, batches, min_cosine):
+    """The graph of a model in the precision that is asked for, and what was found about it."""
+    base = model.base_model
+    names = traced_names(base)
+    sparse_attention = base._modules.get("sparse_attention")
+    layers = 0 if sparse_attention is None else sparse_attention.num_layers
+    exact = vars(base)["graph"] = module.convert(_Traced(base, names), _example(base, names), layers)
+    if not batches:
+        if precision == "auto":
+            precision = module.precisions()[-2]
+            logger.warning(f"precision auto takes {precision}: there is no calibration data, which others need.")
+        return exact.in_precision(precision), {}
+    exact.recorded = []
+    try:
+        want = _states(model, batches)
+        wanted = [precision] if precision != "auto" else list(module.precisions())
+        graphs = {name: exact.quantized() if name == "int8" else exact.in_precision(name) for name in wanted}
+    finally:
+        exact.forget_recorded()
+    cosines = {}
+    for name, graph in graphs.items():
+        vars(base)["graph"] = graph
+        cosines[name] = _cosine(_states(model, batches), want, batches)
+    if precision != "auto":
+        return graphs[precision], {"cosine": cosines[precision]}
+    seconds = _seconds(model, graphs, batches)
+    able = [name for name in graphs if cosines[name] >= min_cosine]
+    chosen = min(able, key=lambda name: seconds[name])
+    compared = ", ".join(f"{name} {1e3 * seconds[name]:.0f} ms (cosine {cosines[name]:.4f})" for name in graphs)
+    logger.warning(
+        f"precision auto takes {chosen}: {compared}; the cosine with float32 must be at least {min_cosine}."
+    )
+    return graphs[chosen], {"cosine": cosines[chosen]}
+
+
+def _states(model, batches):
+    with torch.no_grad():
+        return [model.base_model(**_of_base(model, batch)).last_hidden_state for batch in batches]
+
+
+def _of_base(model, batch):
+    """Arguments of the base model among those of a head."""
+    names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", *IMAGES)
+    return {name: batch[name] for name in names if name in batch}
+
+
+def _cosine(states, want, batches):
+    """Mean cosine of the hidden states of real tokens."""
+    same = []
+    for ours, theirs, batch in zip(states, want, batches, strict=True):
+        each = torch.cosine_similarity(ours, theirs, dim=-1)
+        mask = batch.get("attention_mask")
+        same.append(each.flatten() if mask is None else each[mask.bool()])
+    return torch.cat(same).mean().item()
+
+
+def _seconds(model, graphs, batches):
+    """Median time of all batches by the name of a graph, measured in turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(_ROUNDS):
+        for name, graph in graphs.items():
+            vars(model.base_model)["graph"] = graph
+            begin = time.perf_counter()
+            _states(model, batches)
+            times[name].append(time.perf_counter() - begin)
+    return {name: median(each) for name, each in times.items()}
+
+
+__all__ = ["ENGINES", "MIN_COSINE", "PRECISIONS", "compile"]

@@ -1,0 +1,41 @@
+"""What sentence-transformers keeps beside a model: its modules (pooling, normalization, ...) and settings."""
+
+import json
+import shutil
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+
+_MODULES_NAME = "modules.json"
+_SETTINGS = ("config_sentence_transformers.json", "sentence_*_config.json")
+
+
+def copy_sentence_files(
+    source: str | PathLike, folder: Path, length: int | None = None, subfolder: str | None = None, **hub_arguments: Any
+) -> None:
+    """
+    Copy what sentence-transformers keeps beside a model from the folder or repository that it was loaded from, if it
+    is there. `length` replaces the number of tokens that texts are cut to.
+    """
+    root = Path(source)
+    if not root.is_dir():
+        patterns = ["/".join(filter(None, (subfolder, each))) for each in (_MODULES_NAME, *_SETTINGS, "[0-9]*_*/*")]
+        with suppress(OSError):  # without a connection: what is in the cache
+            root = Path(snapshot_download(str(source), allow_patterns=patterns, **hub_arguments))
+    root = root / (subfolder or "")
+    if not (root / _MODULES_NAME).is_file():
+        return
+    modules = json.loads((root / _MODULES_NAME).read_text(encoding="utf-8"))
+    places = [str(module.get("path", "")) for module in modules]
+    for name in places:
+        if name and Path(name).name == name and (root / name).is_dir():
+            shutil.copytree(root / name, folder / name, dirs_exist_ok=True)
+    for path in (root / _MODULES_NAME, *(path for pattern in _SETTINGS for path in root.glob(pattern))):
+        shutil.copyfile(path, folder / path.name)
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if length is not None and "max_seq_length" in settings:
+            (folder / path.name).write_text(json.dumps(settings | {"max_seq_length": length}, indent=2) + "\n")

@@ -1,0 +1,440 @@
+"""Compiled models: equal to what they were made of, in every family and precision; saved, loaded and refused."""
+
+import copy
+import hashlib
+import json
+import pickle
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_attach import (
+    IDS,
+    LAYERS,
+    LENGTH,
+    MODELS,
+    PADDING,
+    REAL,
+    base_model,
+    head_model,
+    inputs_of,
+    random_mask,
+)
+
+import sparsebert
+from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
+from sparsebert.commands import main
+from sparsebert.models.inference import compiling
+
+
+openvino = pytest.importorskip("openvino")
+
+# Of models with and without a mask.
+MASKED = pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
+BATCHES = [{"input_ids": IDS, "attention_mask": PADDING}, {"input_ids": IDS[:1, :7]}]
+
+
+def a_mask(layers=LAYERS):
+    return random_mask(layers, length_policy="dense", special_tokens="first")
+
+
+def a_model(name="bert", masked=True, make=base_model):
+    model = make(name)
+    return attach(model, a_mask(1 if name == "albert" else LAYERS)) if masked else model
+
+
+def compiled(model, precision="float32", **arguments):
+    return sparsebert.compile(copy.deepcopy(model), precision=precision, **arguments)
+
+
+def outputs(model, given):
+    with torch.no_grad():
+        return model(**given)
+
+
+def assert_same(one, other, given, atol=1e-5):
+    """Outputs are the same at real tokens."""
+    ours, theirs = outputs(one, given), outputs(other, given)
+    assert type(ours) is type(theirs) or set(ours) == set(theirs)
+    real = given.get("attention_mask")
+    for name, tensor in theirs.items():
+        got = ours[name] if torch.is_tensor(tensor) else torch.stack(ours[name])
+        want = tensor if torch.is_tensor(tensor) else torch.stack(tensor)
+        per_token = real is not None and want.dim() > 2
+        if per_token:
+            got, want = got[..., real.bool(), :], want[..., real.bool(), :]
+        torch.testing.assert_close(got, want, atol=atol, rtol=1e-4)
+
+
+def text_inputs(ids=IDS, padding=PADDING):
+    """By name: padding right, left, in between and none; lengths of one, odd, and beyond the mask's."""
+    longer = ids.repeat(1, 3)[:, :31]
+    between = torch.ones(3, 31, dtype=torch.long)
+    between[0, 3:9] = between[1, 20:] = between[2, :5] = 0
+    return {
+        "right": {"input_ids": ids, "attention_mask": padding},
+        "left": {"input_ids": ids, "attention_mask": padding.flip(-1)},
+        "between": {"input_ids": longer, "attention_mask": between},
+        "none": {"input_ids": longer},
+        "one": {"input_ids": ids[:1, :1]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [*((name, True) for name in MODELS), *((name, False) for name in ("modernbert", "roberta", "vit"))],
+)
+def test_families(name, masked):
+    model = a_model(name, masked)
+    engine = compiled(model)
+    if name == "vit":
+        assert_same(engine, model, inputs_of(name))
+        return
+    for kind, given in text_inputs().items():
+        if kind == "left" and name == "mobilebert":
+            continue  # its embeddings of trigrams mix in what is padding
+        assert_same(engine, model, given)
+    assert_same(engine, model, text_inputs()["right"] | {"output_hidden_states": True})
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "vit"])
+def test_heads_with_labels(name):
+    model = a_model(name, make=head_model)
+    given = inputs_of(name, padded=name != "vit", labels=True)
+    if name != "vit":
+        given["labels"] = IDS.masked_fill(~REAL, -100)
+    assert_same(compiled(model), model, given)
+
+
+def test_a_sparsebert(tiny_config):
+    for made in (SparseBertModel, SparseBertForMaskedLM):
+        torch.manual_seed(0)
+        model = made(tiny_config(pattern="window", num_hidden_layers=2)).eval()
+        assert_same(compiled(model), model, {"input_ids": IDS, "attention_mask": PADDING})
+
+
+@MASKED
+def test_arguments_of_the_base_model(masked):
+    model = a_model(masked=masked)
+    engine = compiled(model)
+    types = (torch.arange(LENGTH) > 4).long().expand(3, -1)
+    assert_same(engine, model, BATCHES[0] | {"token_type_ids": types})
+    as_tuple = outputs(engine, BATCHES[0] | {"return_dict": False})
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], outputs(engine, BATCHES[0]).last_hidden_state)
+    assert engine(IDS, PADDING)[0].shape == (3, LENGTH, 32)
+    if masked:
+        assert_same(engine, model, {"input_ids": IDS, "position_ids": torch.arange(LENGTH).expand(3, -1) + 3})
+        packed = {"input_ids": IDS[:1], "position_ids": torch.tensor([[*range(5), *range(7)]])}
+        assert_same(engine, model, packed)
+
+
+def test_padding_costs_nothing(monkeypatch):
+    engine, shapes = compiled(a_model()), []
+    call = type(engine.graph).__call__
+    monkeypatch.setattr(
+        type(engine.graph),
+        "__call__",
+        lambda self, tensors, *rest: shapes.append(tensors["input_ids"].shape) or call(self, tensors, *rest),
+    )
+    outputs(engine, BATCHES[0])
+    assert shapes == [(1, PADDING.sum())]
+
+
+@MASKED
+def test_low_precisions(masked, tmp_path):
+    model = a_model(masked=masked)
+    want = outputs(model, BATCHES[0]).last_hidden_state[REAL]
+    for precision in ("bfloat16", "int8"):
+        if precision in compiling.engine_module("openvino").precisions():
+            engine = compiled(model, precision, calibration=BATCHES)
+            assert engine.compiled_as["precision"] == precision and engine.compiled_as["cosine"] > 0.99
+            got = outputs(engine, BATCHES[0]).last_hidden_state[REAL]
+            assert not torch.equal(got, want) and torch.cosine_similarity(got, want, dim=-1).min() > 0.98
+            engine.save_pretrained(tmp_path)
+            assert torch.equal(outputs(load(tmp_path), BATCHES[0]).last_hidden_state[REAL], got)
+
+
+def test_auto_takes_what_is_fastest_within_the_loss(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(compiling.logger, "warning", said.append)
+    model, times = a_model(), {"float32": 3.0, "bfloat16": 2.0, "int8": 1.0}
+    monkeypatch.setattr(compiling, "_seconds", lambda model, graphs, batches: {name: times[name] for name in graphs})
+    assert compiled(model, "auto", calibration=BATCHES, min_cosine=0.9).compiled_as["precision"] == "int8"
+    assert compiled(model, "auto", calibration=BATCHES, min_cosine=1 - 1e-6).compiled_as["precision"] == "float32"
+    assert compiled(model, "auto").compiled_as["precision"] in ("float32", "bfloat16")
+    assert "int8 1000 ms" in said[0] and "takes float32" in said[1] and "there is no calibration data" in said[2]
+
+
+def test_texts_calibrate(word_tokenizer):
+    engine = compiled(a_model(), "int8", calibration=["w1 w2 w3", "w4 " * 80], tokenizer=word_tokenizer)
+    assert engine.compiled_as["cosine"] > 0.99
+
+
+@MASKED
+@pytest.mark.parametrize("make", [base_model, head_model])
+def test_round_trip(make, masked, tmp_path):
+    """Saved, loaded in every way, saved again; pickled and copied."""
+    engine = compiled(a_model(masked=masked, make=make))
+    want = outputs(engine, BATCHES[0])[0]
+    for folder in ("one", "two", "two"):  # the last one in the place of the second
+        engine.save_pretrained(tmp_path / folder)
+        ours = load(tmp_path / folder)
+        auto = transformers.AutoModel if make is base_model else transformers.AutoModelForMaskedLM
+        for again in (
+            ours,
+            auto.from_pretrained(tmp_path / folder),
+            pickle.loads(pickle.dumps(ours)),
+            copy.deepcopy(ours),
+        ):
+            assert torch.equal(outputs(again, BATCHES[0])[0][REAL], want[REAL])
+            assert type(again).__name__ == type(engine).__name__ and again.compiled_as == engine.compiled_as
+        engine = ours
+    if masked:
+        assert not load(tmp_path / "two", skip_padding=False).sparse_attention.config.skip_padding
+        assert ours.sparse_attention.mask == a_mask()
+        assert SparseMask.from_pretrained(tmp_path / "two") == a_mask()
+        assert load(tmp_path / "two", length_policy="error").sparse_attention.mask.length_policy == "error"
+    base = transformers.AutoModel.from_pretrained(tmp_path / "two")
+    assert type(base).__name__ == "BertModel"
+    assert outputs(base, BATCHES[0]).last_hidden_state.shape == (3, LENGTH, 32)
+
+
+def test_a_dense_model_replaces_the_mask_of_another(tmp_path):
+    compiled(a_model()).save_pretrained(tmp_path)
+    compiled(a_model(masked=False)).save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("mask*")) and not hasattr(load(tmp_path), "sparse_attention")
+
+
+def test_a_saved_sparsebert(tiny_config, tmp_path):
+    model = SparseBertForMaskedLM(tiny_config(pattern="window", num_hidden_layers=2)).eval()
+    compiled(model).save_pretrained(tmp_path)
+    assert_same(load(tmp_path), model, BATCHES[0])
+
+
+def test_threads_call_it_at_once():
+    model = a_model()
+    engine, results = compiled(model), {}
+
+    def run(number):
+        results[number] = [outputs(engine, {"input_ids": IDS[:, : number + 3]}).last_hidden_state for _ in range(5)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, found in results.items():
+        want = outputs(model, {"input_ids": IDS[:, : number + 3]}).last_hidden_state
+        for got in found:
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_mask_can_be_exchanged():
+    model, other = a_model(), random_mask(density=0.2, length_policy="dense")
+    engine = compiled(model)
+    engine.set_mask(other)
+    model.set_mask(other)
+    assert_same(engine, model, BATCHES[0])
+    engine.set_attn_implementation("sparse_eager")
+    assert_same(engine, model, BATCHES[0])
+
+
+def searching():
+    return attach(base_model("bert"), "dam_s")
+
+
+def decoder():
+    return transformers.BertLMHeadModel(
+        transformers.BertConfig(**MODELS["bert"][1], is_decoder=True, num_hidden_layers=1)
+    )
+
+
+def with_nan():
+    model = a_model()
+    model.encoder.layer[0].output.dense.weight.data[0, 0] = float("nan")
+    return model
+
+
+REFUSED = {
+    "a module": (lambda: torch.nn.Linear(2, 2), {}, "needs a model of transformers, got Linear"),
+    "a search": (searching, {}, "is not frozen: call freeze"),
+    "compiled already": (lambda: compiled(a_model()), {}, "is compiled already"),
+    "half precision": (lambda: a_model().bfloat16(), {}, "float32 on the CPU: .* is torch.bfloat16"),
+    "NaN": (with_nan, {}, "holds infinity or NaN"),
+    "engine": (a_model, {"engine": "openvine"}, "engine must be one of 'openvino', got 'openvine'"),
+    "precision": (
+        a_model,
+        {"precision": "int4"},
+        "precision must be one of 'auto', 'float32', 'bfloat16', 'int8', got 'int4'",
+    ),
+    "no calibration": (a_model, {"precision": "int8"}, "'int8' needs calibration"),
+    "no tokenizer": (a_model, {"calibration": ["text"]}, "give the model's tokenizer"),
+    "numbers": (a_model, {"calibration": [1]}, "texts or dicts of tensors, got int"),
+    "min_cosine": (a_model, {"min_cosine": 90}, "min_cosine must be a number from 0 to 1, got 90"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    make, arguments, message = REFUSED[case]
+    model = make()
+    before = type(model)
+    with pytest.raises(ValueError, match=message):
+        sparsebert.compile(model, **arguments)
+    assert type(model) is before
+
+
+def test_a_failure_leaves_the_model(monkeypatch):
+    model = a_model()
+    want = outputs(model, BATCHES[0]).last_hidden_state
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "_chosen", fail)
+    with pytest.raises(KeyboardInterrupt):
+        sparsebert.compile(model)
+    assert torch.equal(outputs(model, BATCHES[0]).last_hidden_state, want)
+
+
+def test_the_engine_is_not_installed(monkeypatch):
+    monkeypatch.setitem(compiling.ENGINES, "openvino", ("._missing", "openvino"))
+    with pytest.raises(ImportError, match=r"pip install 'sparsebert\[openvino\]'"):
+        sparsebert.compile(a_model())
+
+
+@MASKED
+def test_calls_that_are_refused(masked):
+    engine = compiled(a_model(masked=masked))
+    for given, message in (
+        ({"inputs_embeds": torch.zeros(1, 4, 32)}, "needs input_ids"),
+        (BATCHES[0] | {"output_attentions": True}, "output_attentions"),
+        (
+            BATCHES[0] | {"encoder_hidden_states": torch.zeros(1, 4, 32)},
+            "encoder_hidden_states: a compiled",
+        ),
+        ({"input_ids": IDS, "attention_mask": torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool)}, "dimensions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(**given)
+    with pytest.raises(ValueError, match="is for inference"):
+        engine.train()(**BATCHES[0])
+    with pytest.raises(ValueError, match="made for one machine"):
+        engine.push_to_hub("user/model")
+
+
+def test_an_error_of_the_mask_is_its_own():
+    engine = compiled(attach(base_model("bert"), random_mask(length_policy="error")))
+    with pytest.raises(ValueError, match="length_policy|longer than"):
+        engine(IDS.repeat(1, 2))
+    assert outputs(engine, BATCHES[0]).last_hidden_state.isfinite().all()
+
+
+def damage(name, content):
+    def apply(folder):
+        (folder / name).write_bytes(content)
+
+    return apply
+
+
+def other_version(folder):
+    described = json.loads((folder / "engine.json").read_text())
+    described["versions"]["openvino"] = "2099.1.0"
+    (folder / "openvino_model.xml").write_text("<net/>")
+    described["files"]["openvino_model.xml"] = hashlib.sha256(b"<net/>").hexdigest()
+    (folder / "engine.json").write_text(json.dumps(described))
+
+
+DAMAGED = {
+    "graph": (damage("openvino_model.xml", b"<net>"), "openvino_model.xml is not the file that was saved"),
+    "weights": (damage("openvino_model.bin", b""), "openvino_model.bin is not the file"),
+    "mask": (damage("mask.safetensors", b"x"), "mask.safetensors is not the file"),
+    "missing": (lambda folder: (folder / "head.safetensors").unlink(), "head.safetensors is missing"),
+    "description": (damage("engine.json", b"{"), "engine.json is damaged"),
+    "wrong types": (damage("engine.json", b'{"engine": 5}'), "engine.json is damaged"),
+    "a dense model beside it": (
+        damage("model.safetensors", b"x"),
+        "holds the weights of a model that is not compiled",
+    ),
+    "another version": (other_version, "was compiled with openvino 2099.1.0, which openvino .* cannot read"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folders(case, tmp_path_factory, saved_engine):
+    folder = tmp_path_factory.mktemp("engine")
+    for path in saved_engine.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    apply, message = DAMAGED[case]
+    apply(folder)
+    for read in (load, transformers.AutoModel.from_pretrained):
+        with pytest.raises((ValueError, OSError), match=message):
+            read(folder)
+
+
+@pytest.fixture(scope="module")
+def saved_engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    compiled(a_model()).save_pretrained(folder)
+    return folder
+
+
+def test_loadings_that_are_refused(saved_engine, tmp_path):
+    for arguments, message in (
+        ({"dtype": torch.bfloat16}, "dtype torch.bfloat16 has no meaning"),
+        ({"attn_implementation": "sparse_cpu"}, "attn_implementation 'sparse_cpu' has no meaning"),
+        ({"device_map": "auto"}, "device_map 'auto' has no meaning"),
+        ({"model_class": transformers.BertForMaskedLM}, "compiled BertModel: it cannot be loaded as BertForMaskedLM"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(saved_engine, **arguments)
+    base_model("bert").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds the weights of a model"):
+        compiled(a_model()).save_pretrained(tmp_path)
+
+
+def test_without_the_plugin_it_is_refused(saved_engine):
+    sparsebert.plugin.disable()
+    try:
+        with pytest.raises((OSError, ValueError)):
+            transformers.AutoModel.from_pretrained(saved_engine)
+        assert load(saved_engine).compiled_as["precision"] == "float32"
+    finally:
+        sparsebert.plugin.enable()
+
+
+@MASKED
+def test_the_command(masked, word_tokenizer, tmp_path, capsys):
+    """A folder of sentence-transformers in, a folder of sentence-transformers out."""
+    model = a_model(masked=masked)
+    for saved in (model, word_tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/modules.json").write_text('[{"idx": 0, "path": ""}]')
+    (tmp_path / "texts.txt").write_text("\n\n".join(f"w{number} w2 w3" for number in range(20)))
+    words = ["compile", str(tmp_path / "model"), "--data", str(tmp_path / "texts.txt"), "--num_texts", "8"]
+    words += ["--output_dir", str(tmp_path / "out"), "--precision", "int8"]
+    assert main(words) == 0
+    assert re.search(r"written to .*out: openvino, int8, cosine with float32 0\.99|1\.0000", capsys.readouterr().out)
+    assert (tmp_path / "out/modules.json").is_file()
+    engine = load(tmp_path / "out")
+    assert hasattr(engine, "sparse_attention") == masked
+    assert_same(engine, load(tmp_path / "out"), BATCHES[0])
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(word_tokenizer)
+    assert main(words) == 2 and "is not empty" in capsys.readouterr().err
+
+
+def test_a_page_of_sentence_transformers(word_tokenizer, monkeypatch, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    monkeypatch.chdir(tmp_path)
+    a_model(masked=False).save_pretrained("model")
+    word_tokenizer.save_pretrained("model")
+    a_mask().save_pretrained("my-mask")
+    page = Path(__file__).parents[2] / "docs/engines.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    names = {"documents": ["w1 w2 w3", "w4 w5"]}
+    exec(block.replace("sentence-transformers/all-MiniLM-L6-v2", "./model"), names)
+    assert names["model"].encode(names["documents"]) == pytest.approx(names["embeddings"], abs=1e-6)
+    assert names["model"].transformers_model.sparse_attention.mask == a_mask()
