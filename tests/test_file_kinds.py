@@ -19,6 +19,7 @@ from sparsebert.data.streams import open_documents
 from sparsebert.file_kinds import kind_of
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, is_empty, locked_output, open_text
 from sparsebert.masks import pulling
+from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_files import MaskFileError, check_undamaged, parts_named_in
 from sparsebert.masks.pulling import pull_folder
 from sparsebert.masks.pushing import check_pushable
@@ -357,6 +358,12 @@ def test_what_would_be_waited_for_is_refused_at_once(tmp_path, source, outside, 
     with at_once():
         assert parts_named_in(tmp_path / "beside" / CONFIG) == []
         build_pattern("window", 16, 4).save_pretrained(tmp_path / "beside")
+    model = load(source)
+    (source / "README.md").unlink()
+    put(kind, source / "README.md", outside)
+    with at_once():
+        assert list_masks(str(source))[0]["scores"] == {}
+        model.save_pretrained(tmp_path / "again")  # whose card may say what that of its source does
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, source, monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 
+from ..file_kinds import read_plain
 from ..hub import check_available, check_path
 from .mask_cards import CARD_NAME, name_in
 from .mask_files import MASK_CONFIG_NAME, MaskFileError, read_description
@@ -57,7 +58,7 @@ def listed(source: str | os.PathLike, path: str, **hub_arguments: Any) -> dict[s
 def _scores(path):
     """The results in the card of a mask, by data set and metric."""
     try:
-        results = ModelCard(path.read_text(encoding="utf-8")).data.eval_results or [] if path else []
+        results = ModelCard(read_plain(path).decode()).data.eval_results or [] if path else []
         return {
             f"{result.dataset_name} {result.metric_name or result.metric_type}": result.metric_value
             for result in results

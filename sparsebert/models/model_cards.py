@@ -8,6 +8,7 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from transformers.utils import CONFIG_NAME
 
+from ..file_kinds import read_plain
 from ..hub import commit_of, commits_of
 from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
@@ -76,7 +77,7 @@ def _base(config):
         found = {"base_model": source, "base_model_revision": commit}
         path = try_to_load_from_cache(source, CARD_NAME, revision=commit)
     try:
-        card = ModelCard(Path(path).read_text(encoding="utf-8")).data
+        card = ModelCard(read_plain(path).decode()).data
     except Exception:
         return found  # no card, or one that anybody may have written
     names = ("license", "license_name", "license_link", "language", "base_model", "base_model_revision")
