@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from .file_kinds import check_own, check_readable, kind_of, read_plain
@@ -162,6 +162,17 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
         raise NotADirectoryError(f"{field} {folder} cannot be made: {reason}") from error
 
 
+def take_lock(lock: BaseFileLock, timeout: float = -1) -> Any:
+    """[`FileLock.acquire`], with an error that says what to do about a lock file that another user left."""
+    try:
+        return lock.acquire(timeout=timeout)
+    except PermissionError as error:
+        raise PermissionError(
+            f"{lock.lock_file}: this lock file cannot be opened, it may be that of another user: have it deleted, or "
+            "name another folder"
+        ) from error
+
+
 @contextmanager
 def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
     """
@@ -188,7 +199,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
     before = None
     try:
         try:
-            lock.acquire(timeout=0)  # in here, since a signal may end this process as soon as it has the lock
+            take_lock(lock, timeout=0)  # in here, since a signal may end this process as soon as it has the lock
         except Timeout:
             raise FileExistsError(
                 f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait"

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.utils.sha import sha_fileobj
 from transformers.utils import logging
 
-from ..files import NO_ROOM, make_folder
+from ..files import NO_ROOM, make_folder, take_lock
 
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
         path = folder / name
     lock = FileLock(f"{path}.lock")
     try:
-        lock.acquire(timeout=0)
+        take_lock(lock, timeout=0)
     except Timeout:
         logger.info(f"Waiting for another process, which is making {path}.")
-        lock.acquire()
+        take_lock(lock)
     aside = folder / f"{name}.incomplete"
     try:
         if not _is_whole(path):

@@ -263,8 +263,8 @@ def _read_keep(weights_path, fields, sha256):
         problems.append(f"expected {num_bytes} bytes for shape {shape}, got {got}")
     if sha256 is not None and sha256 != hashlib.sha256(weights).hexdigest():
         problems.append(
-            f"not the file that {MASK_CONFIG_NAME} was written with (weights_sha256): saving was interrupted, or one "
-            "of the two was changed; write or download both again"
+            f"not the file that {MASK_CONFIG_NAME} was written with (weights_sha256): saving was interrupted, two "
+            "processes saved here at once, or one of the two was changed; write or download both again"
         )
     if problems:
         raise MaskFileError(f"{weights_path}: {'; '.join(problems)}")

@@ -22,6 +22,7 @@ from ..files import (
     check_output_dir,
     is_empty,
     make_folder,
+    take_lock,
 )
 from .mask_cards import CARD_NAME, own_card
 from .mask_files import MASK_CONFIG_NAME, MASK_STATE, MaskFileError, check_undamaged, is_of_another_tool
@@ -77,7 +78,7 @@ def pull_folder(
     check_own(aside / LOCK_NAME, "file")
     make_folder(aside)
     try:
-        with FileLock(aside / LOCK_NAME).acquire(timeout=0):
+        with take_lock(FileLock(aside / LOCK_NAME), timeout=0):
             _check_aside(aside)
             _finish_swap(aside, output)
             check_output_dir(output, overwrite)

@@ -79,6 +79,33 @@ def test_new_description_never_passes_with_old_weights(tmp_path, monkeypatch):
         SparseMask.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_two_writers_and_a_reader_never_mix_masks(tmp_path, monkeypatch, at):
+    """The second saves while the first does, and a reader reads at every step: one of the masks, or an error."""
+    masks, replace, done, seen = [make_mask(seed=seed) for seed in (0, 1, 2)], os.replace, [], set()
+    masks[0].save_pretrained(tmp_path)
+
+    def read():
+        try:
+            seen.add(masks.index(SparseMask.from_pretrained(tmp_path)))
+        except MaskFileError as error:
+            assert f"{tmp_path / WEIGHTS}: not the file that mask_config.json" in str(error)
+            seen.add("error")
+
+    def replace_and_more(source, target):
+        done.append(target)
+        if len(done) == at:
+            masks[2].save_pretrained(tmp_path)
+        replace(source, target)
+        read()
+
+    monkeypatch.setattr(os, "replace", replace_and_more)
+    masks[1].save_pretrained(tmp_path)
+    assert seen <= {0, 1, 2, "error"} and {"error", 1} & seen
+    make_mask().save_pretrained(tmp_path)
+    assert SparseMask.from_pretrained(tmp_path) == make_mask()
+
+
 @pytest.mark.parametrize("call", ["open", "fsync", "replace"])
 def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, call):
     old = make_mask(seed=1)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from conftest import SEARCH, contents
+from filelock import FileLock
 from processes import start, start_command, wait_for
 from safetensors import SafetensorError
 
 from sparsebert import load
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.commands import main
-from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, write_metrics
+from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, take_lock, write_metrics
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.output_folders import ASIDE_NAME, check_free, replacing
 from sparsebert.training.runs import checkpoint_manifests
@@ -625,3 +626,15 @@ def test_metrics_file(tmp_path):
     metrics = write_metrics(tmp_path / "metrics.json", {"loss": 1.23456789, "steps": 3, "search": None})
     assert metrics == {"loss": 1.23457, "steps": 3, "search": None}
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+
+
+def test_a_lock_of_another_user_is_named(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", self.lock_file)
+
+    monkeypatch.setattr(FileLock, "_acquire", refuse)
+    for use in (lambda: take_lock(FileLock(tmp_path / LOCK_NAME)), locked_output(tmp_path).__enter__):
+        with pytest.raises(
+            PermissionError, match=re.escape(f"{tmp_path / LOCK_NAME}: this lock file cannot be opened")
+        ):
+            use()
