@@ -9,8 +9,8 @@ its fused attention without a mask, sparse ones what `sparse_auto` chooses, and 
 OpenVINO both are `sparsebert.compile`. ONNX Runtime, where masks have no operator, runs dense models, in int8 with its
 dynamic quantization. All use the same threads. The headline is the best sparse system of all against the best dense
 one, beside the limit: what the same model gains if every token attends only to itself, so that nearly all that is left
-is linear layers. Beside the speed stands what a precision costs: the cosine of its hidden states with those of the same
-model in float32.
+is linear layers. Beside the speed stands what a precision costs: the cosine of its hidden states with those of the
+same model in float32.
 
 Batches have `--tokens` tokens in rows of n. With `--encode` they are texts of 32 to n tokens, which
 sentence-transformers sorts and pads.
