@@ -28,7 +28,7 @@ BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
 MACHINE = platform.machine().lower().replace("arm64", "aarch64").replace("amd64", "x86_64")
 COMPILED = f"torch-stable-abi211-cpu-{MACHINE}-{platform.system().lower()}"
 # What attention imports (see the floors of tests/test_layout.py), without its link to the models of this package.
-PARTS = ("checks.py", "files.py", "hub.py", "version.py", "masks/**/*", "attention/**/*")
+PARTS = ("checks.py", "file_kinds.py", "files.py", "hub.py", "version.py", "masks/**/*", "attention/**/*")
 LEFT_OUT = ("attention/__init__.py", "attention/interface.py")
 INIT = '''"""Attention under a frozen sparse mask. See the README of the repository."""
 

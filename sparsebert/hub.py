@@ -74,12 +74,17 @@ class HubArguments:
         if (self.revision or self.subfolder) is not None and not named:
             name = "revision" if self.revision is not None else "subfolder"
             raise ValueError(f"{name} {getattr(self, name)!r} has no meaning here: no folder and no Hub id is read")
-        if self.revision is not None and all(Path(source).exists() for source in named):
-            raise ValueError(
-                f"revision {self.revision!r} has no meaning for the folder {named[0]}, only for a Hub id: leave it out"
-            )
+        check_revision(self.revision, *named)
         given = {"revision": self.revision, "subfolder": self.subfolder, "token": self.token}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def check_revision(revision: str | None, *sources: str | os.PathLike) -> None:
+    """Refuse a revision if all that it is given for are folders."""
+    if revision is not None and all(Path(source).exists() for source in sources):
+        raise ValueError(
+            f"revision {revision!r} has no meaning for the folder {sources[0]}, only for a Hub id: leave it out"
+        )
 
 
 def without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:

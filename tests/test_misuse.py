@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig, BertForMaskedLM, TrainingArguments
 
 from sparsebert import (
@@ -20,6 +21,7 @@ from sparsebert import (
     extend_positions,
     load,
     plan,
+    quantize,
     sparse_dot_product_attention,
     sparsity,
 )
@@ -83,6 +85,20 @@ MISTAKES = {
     "sparsity of nothing": (lambda m: sparsity(None), "expected a model of transformers, got NoneType"),
     "extend nothing": (lambda m: extend_positions(None, 80), "expected a model of transformers, got NoneType"),
     "attention table": (lambda m: attention(window().to_table(8)), "mask must be a SparseMask, got Tensor"),
+    "attention layer": (
+        lambda m: attention(SparseMask(torch.ones(2, 4, 8, 8, dtype=torch.bool), 8)),
+        "layer must say which of the mask's 2 layers to apply, got None",
+    ),
+    "revision of a folder": (
+        lambda m: (saved(), load("mask", revision="main")),
+        "revision 'main' has no meaning for the folder mask, only for a Hub id",
+    ),
+    "revision of a mask's folder": (
+        lambda m: (saved(), m("./mask", revision="main")),
+        "revision 'main' has no meaning for the folder ./mask",
+    ),
+    "train in int8": (lambda m: quantize(m()).train(), "are in int8, and cannot be trained: train the model before"),
+    "train in int8 inside": (lambda m: torch.nn.Sequential(quantize(m())).train(), "in int8, and cannot be trained"),
     "attention backend": (lambda m: attention(window(), backend="cpu"), "backend must be one of sparse_eager"),
 }  # fmt: skip
 
@@ -95,10 +111,10 @@ def test_mistakes(tiny_config, monkeypatch, tmp_path, name):
         return attach(BertForMaskedLM(tiny_config(BertConfig)), mask, **fields)
 
     mistake, said = MISTAKES[name]
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+    with pytest.raises((ValueError, FileNotFoundError, StrictDataclassError)) as caught:
         mistake(make)
     assert said in str(caught.value)
-    assert not Path("mask/mask_config.json").exists() or "load" in name
+    assert not Path("mask/mask_config.json").exists() or "load" in name or "revision" in name
 
 
 def test_a_class_that_would_ignore_the_mask(checkpoints):

@@ -35,7 +35,7 @@ def sparse_dot_product_attention(
     value: torch.Tensor,
     mask: SparseMask,
     padding: torch.Tensor | None = None,
-    layer: int = 0,
+    layer: int | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -52,7 +52,7 @@ def sparse_dot_product_attention(
         value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all m positions.
         mask ([`SparseMask`]): A mask for H heads.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-        layer (`int`, *optional*, defaults to 0): The layer of the mask to apply, any if its layers share their masks.
+        layer (`int`, *optional*): The layer of the mask to apply; needed if its layers have masks of their own.
         dropout_p (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1).
         is_causal (`bool`, *optional*, defaults to `False`): Whether to remove keys after the query.
         scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
@@ -94,6 +94,9 @@ def sparse_dot_product_attention(
         )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
+    if layer is None and mask.num_layers > 1:
+        raise ValueError(f"layer must say which of the mask's {mask.num_layers} layers to apply, got None")
+    layer = 0 if layer is None else layer
     check_range("layer", layer, 0, mask.num_layers - 1 if mask.num_layers > 1 else None)
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")

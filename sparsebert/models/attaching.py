@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..attention.choosing.choice import SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
-from ..hub import check_path, explained
+from ..hub import check_path, check_revision, explained
 from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
 from ..masks.mask_files import MaskFileError, weights_changed
@@ -74,6 +74,7 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
         raise nearest("mask", name, (*PATTERNS, *SEARCHES))
     try:
         check_path(name)
+        check_revision(hub_arguments.get("revision"), name)
         return SparseMask.from_pretrained(name, **hub_arguments)
     except (OSError, HTTPError) as error:
         reason = explained(error) if isinstance(error, HTTPError) else error

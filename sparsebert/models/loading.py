@@ -14,7 +14,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..checks import in_short, is_out_of_memory
-from ..hub import check_available, check_path, naming_the_file, read_config
+from ..hub import check_available, check_path, check_revision, naming_the_file, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from . import saving, stock_loading
@@ -95,6 +95,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
             that was saved is not part of transformers, or for a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
+    check_revision(kwargs.get("revision"), source)
     if is_compiled(source, kwargs.get("subfolder")):
         return load_compiled(source, model_class, **kwargs)
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))

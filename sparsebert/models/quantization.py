@@ -19,11 +19,22 @@ def _refuse_to_save(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     )
 
 
+def _switch(part: nn.Module, mode: bool = True) -> nn.Module:
+    """`nn.Module.train` of what may only be evaluated."""
+    if mode:
+        raise ValueError(
+            f"the linear layers of this {type(part).__name__} are in int8, and cannot be trained: train the model "
+            "before quantize"
+        )
+    return type(part).train(part, mode)
+
+
 def quantize(model: Model) -> Model:
     """
     Run the linear layers of an encoder in int8, with PyTorch's dynamic quantization: weights are rounded once, per
     output channel, and activations in every call, by their range in the whole batch. Embeddings, attention with its
-    mask, normalization and heads stay in float32. The quantized model is for inference on CPUs, and cannot be saved.
+    mask, normalization and heads stay in float32. The quantized model is for inference on CPUs: it can neither be
+    trained nor saved.
 
     Args:
         model (`PreTrainedModel`): A base model or head in float32 on the CPU, dense or with a mask.
@@ -62,6 +73,7 @@ def quantize(model: Model) -> Model:
     for part in parts:
         part.register_state_dict_pre_hook(_refuse_to_save)
         part.register_load_state_dict_pre_hook(_refuse_to_save)
+        vars(part)["train"] = partial(_switch, part)
         vars(part)["save_pretrained"] = partial(_refuse_to_save, part)  # before it writes the configuration
     return model
 

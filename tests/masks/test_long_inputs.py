@@ -93,8 +93,10 @@ def test_the_last_queries_alone(operator):
     for form, policy in itertools.product(("offsets", "blocks"), ("extend", "dense")):
         mask = toeplitz(form, 20, special_tokens="first", length_policy=policy)
         query, key, value = torch.randn(3, 2, HEADS, 30, 8).unbind(0)
-        whole = sparse_dot_product_attention(query, key, value, mask, is_causal=True, backend="sparse_cpu")
-        last = sparse_dot_product_attention(query[:, :, -3:], key, value, mask, is_causal=True, backend="sparse_cpu")
+        whole = sparse_dot_product_attention(query, key, value, mask, layer=0, is_causal=True, backend="sparse_cpu")
+        last = sparse_dot_product_attention(
+            query[:, :, -3:], key, value, mask, layer=0, is_causal=True, backend="sparse_cpu"
+        )
         assert torch.equal(last, whole[:, :, -3:])
 
 
@@ -116,7 +118,7 @@ def test_longer_masks_are_refused_as_tables_are(operator):
     mask, states = toeplitz("offsets", 12, length_policy="error"), torch.randn(3, 1, HEADS, 13, 8).unbind(0)
     for one, causal in itertools.product((mask, tabled(mask, 12)), (False, True)):
         with pytest.raises(ValueError, match="input of 13 tokens is longer than the mask"):
-            sparse_dot_product_attention(*states, one, is_causal=causal, backend="sparse_cpu")
+            sparse_dot_product_attention(*states, one, layer=0, is_causal=causal, backend="sparse_cpu")
 
 
 def test_more_tokens_than_a_column_index_can_count(operator):
