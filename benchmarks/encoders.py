@@ -21,7 +21,9 @@ Letters: B batch, n tokens of a sequence, D hidden size.
 import copy
 import json
 import lzma
+import statistics
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -202,6 +204,29 @@ def encoded(encoder, model, texts):
     return encoder.encode(texts, batch_size=16, show_progress_bar=False)
 
 
+def operator_ms(model, ids):
+    """Milliseconds of the operators of the mask in one call of a compiled model, the median of five."""
+    from sparsebert.models.inference.openvino_graph import SparseAttentionOperator
+
+    evaluate, spent, calls = SparseAttentionOperator.evaluate, [], []
+
+    def timed(self, outputs, inputs):
+        begin = time.perf_counter()
+        done = evaluate(self, outputs, inputs)
+        spent.append(time.perf_counter() - begin)
+        return done
+
+    SparseAttentionOperator.evaluate = timed
+    try:
+        for _ in range(5):
+            hidden_states(model, ids)
+            calls.append(1e3 * sum(spent))
+            spent.clear()
+    finally:
+        SparseAttentionOperator.evaluate = evaluate
+    return statistics.median(calls)
+
+
 def check(model, ids):
     """The sparse model is that of the reference in float64."""
     ids = ids[:1, :CHECKED]
@@ -240,6 +265,8 @@ def measured(name, length, models, options):
             "cosine": torch.cosine_similarity(states[system], same, dim=-1).mean().item(),
             "tokens_per_second": tokens / systems_median(each),
         }
+        if system.startswith("sparse") and system.endswith("openvino") and not options.encode:
+            systems[system]["operator_ms"] = operator_ms(models[system], ids)
     best = {kind: min(of_kind(systems, kind), key=lambda s: systems[s]["median_ms"]) for kind in (*KINDS, LIMIT)}
     ratios = {
         runtime: speed_up(times[f"dense {runtime}"], times[f"sparse {runtime}"])
@@ -272,6 +299,13 @@ def of_kind(systems, kind):
     return [system for system in systems if system.startswith(kind)]
 
 
+def operator_share(entry):
+    """What the operator takes of the time of a system, for a table."""
+    if "operator_ms" not in entry:  # of a batch of whole rows, not of texts
+        return ""
+    return f"{entry['operator_ms']:.0f} ({entry['operator_ms'] / entry['median_ms']:.0%})"
+
+
 def tables(cells):
     """Times, speeds, ratios and what a precision costs, of some cells."""
     names = [f"{kind} {runtime}" for runtime in RUNTIMES for kind in KINDS]
@@ -293,6 +327,7 @@ def tables(cells):
             return cell["best"][key.removeprefix("best ")]
         return ratio_text(cell["speed_up"][key]) if key in cell["speed_up"] else ""
 
+    inside = [name for name in names if name.startswith("sparse") and name.endswith("openvino")]
     ratios = [runtime for runtime in RUNTIMES if any(runtime in cell["speed_up"] for cell in cells)]
     ratios += ["best against best", "limit", "best dense", "best sparse"]
     low = [name for name in names if not name.endswith("float32")]
@@ -306,6 +341,10 @@ def tables(cells):
         ),
         "ratios": make_table(
             "Sparse against dense, ratio of medians [95 % interval]", (*head, *ratios), rows(ratio, ratios)
+        ),
+        "operator": make_table(
+            "Milliseconds in the operator of the mask, and its share of the time", (*head, *inside),
+            rows(of_system(operator_share), inside),
         ),
         "cosines": make_table(
             "Cosine of hidden states with those in float32", (*head, *low),
