@@ -91,7 +91,7 @@ class SparseAttentionOperator(openvino.Op):
         """Run the backend on the memory of the engine's tensors."""
         call = _calls[int(inputs[3].data[0])]
         try:
-            states = [torch.from_numpy(each.data) for each in inputs[:3]]
+            states = [_as_torch(each) for each in inputs[:3]]
             states = [
                 each if at == "h" else each.transpose(1, 2) for each, at in zip(states, self.layouts, strict=True)
             ]
@@ -99,11 +99,17 @@ class SparseAttentionOperator(openvino.Op):
             if key.shape[1] != query.shape[1]:  # several query heads share a key head
                 key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
             output = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
-            torch.from_numpy(outputs[0].data).copy_(output)
+            _as_torch(outputs[0]).copy_(output)
         except BaseException as error:
             call.error = error
             raise
         return True
+
+
+def _as_torch(tensor):
+    """The memory of a tensor of OpenVINO, which NumPy has no bfloat16 for."""
+    viewed = torch.from_numpy(tensor.data)
+    return viewed.view(torch.bfloat16) if tensor.get_element_type() == openvino.Type.bf16 else viewed
 
 
 @cache
@@ -156,11 +162,14 @@ class OpenVinoGraph:
         """The inference request of this thread, for the last hidden states or for those of all layers."""
         with self._compiling:
             if all_states not in self._compiled:
-                model = self._model
+                hint = _HINTS[self.precision] if "bfloat16" in precisions() else "f32"
+                model = self._model.clone()
+                if hint == "bf16":
+                    _run_operators_in_bfloat16(model)
                 if not all_states:
                     model = openvino.Model(model.outputs[:1], model.get_parameters())
                 options = {
-                    "INFERENCE_PRECISION_HINT": _HINTS[self.precision] if "bfloat16" in precisions() else "f32",
+                    "INFERENCE_PRECISION_HINT": hint,
                     "INFERENCE_NUM_THREADS": self._threads,
                     "PERFORMANCE_HINT": "LATENCY",
                     # Threads that operators start would otherwise inherit a single core.
@@ -287,6 +296,19 @@ def _insert_operators(model, num_layers):
             for place in list(after.output(0).get_target_inputs()):
                 place.replace_source_output(operator.output(0))
     model.add_parameters([number])
+    model.validate_nodes_and_infer_types()
+
+
+def _run_operators_in_bfloat16(model):
+    """Spare the operators the conversion to float32 and back, which they would get as parts that OpenVINO lacks."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == SparseAttentionOperator.__name__:
+            targets = list(node.output(0).get_target_inputs())
+            for place in node.inputs()[:3]:
+                place.replace_source_output(opset15.convert(place.get_source_output(), "bf16").output(0))
+            converted = opset15.convert(node, "f32").output(0)
+            for place in targets:
+                place.replace_source_output(converted)
     model.validate_nodes_and_infer_types()
 
 
