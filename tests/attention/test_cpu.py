@@ -18,7 +18,7 @@ from transformers.utils import logging
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.kernels import compilation, cpu
 from sparsebert.attention.kernels.compilation import LEVELS, library_name
-from sparsebert.attention.kernels.cpu import compressed_rows, find_level, unavailable
+from sparsebert.attention.kernels.cpu import compressed_rows, find_level, signed_offsets, unavailable
 
 
 HEADS = 3
@@ -90,13 +90,21 @@ def loaded(monkeypatch):
     cpu._operator.cache_clear()
 
 
-@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_level_of_vector_instructions(level, dtype, loaded):
-    """On this CPU: those up to the one that PyTorch finds. The 2x rule, forward and gradients."""
+every_level = pytest.mark.parametrize("level", ["default", "avx2", "avx512", "avx512_bf16"])
+
+
+def skip_without(level):
+    """Skip where this CPU lacks a level: those up to the one that PyTorch finds can run."""
     levels = list(LEVELS)
     if level not in levels[: levels.index(find_level()) + 1]:
         pytest.skip(f"this CPU lacks {level}")
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_level_of_vector_instructions(level, dtype, loaded):
+    """The 2x rule, forward and gradients."""
+    skip_without(level)
     loaded(level)
     for length, head_size in ((1, 32), (37, 20), (37, 64), (129, 32), (65, 128)):
         table = torch.rand(HEADS, length, length) < torch.tensor([0.03, 0.3, 0.9])[:, None, None]
@@ -112,6 +120,91 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
         )
         keep = kept(mask, length, padding)
         assert_as_good_as_plain(results, query, key, value, grad, keep, about=f"{level} {length} {head_size}")
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"special_tokens": "none", "diagonal": True},
+        {"special_tokens": "first", "diagonal": False},
+        {"special_tokens": "first", "causal": True},
+        {"special_tokens": "first", "causal": True, "block_size": 16},
+        {"last_token": "real", "window": 7},
+        {"window": 21, "block_size": 16},
+        {"block_size": 3},
+        {"block_size": 16, "diagonal": True},
+        {"block_size": 32, "diagonal": False},
+        {"block_size": 48, "special_tokens": "first"},
+        {"queries": 21},
+        {"queries": 21, "block_size": 16},
+        {"queries": 33, "block_size": 16, "causal": True, "special_tokens": "none"},
+        {"strided": True},
+    ],
+    ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()) or "offsets",
+)
+def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
+    """The forward that computes several queries at once: any length, head size and padding, by the 2x rule."""
+    skip_without(level)
+    loaded(level)
+    options = {"special_tokens": "first_last", **options}
+    causal, window, strided = options.pop("causal", False), options.pop("window", -1), options.pop("strided", False)
+    queries, block_size = options.pop("queries", None), options.pop("block_size", 1)
+    for length, head_size in ((1, 32), (37, 20), (37, 64), (129, 32), (65, 128), (70, 16)):
+        keep = torch.rand(HEADS, -(-length // block_size)) < torch.tensor([0.03, 0.3, 0.9])[:, None]
+        form = {"form": "blocks", "block_size": block_size} if block_size > 1 else {"form": "offsets"}
+        mask = SparseMask(keep, length, **form, **options)
+        padding = torch.ones(4, length, dtype=torch.bool)
+        padding[1, length // 2 + 1 :] = padding[2, : length // 3] = padding[3, 1 : length - 1 : 4] = False
+        size = (4, length, HEADS, 2 * head_size) if strided else (4, HEADS, length, head_size)
+        tensors = [tensor.transpose(1, 2)[..., 1::2] if strided else tensor for tensor in numbers(*size, count=4)]
+        first = length - min(queries or length, length)
+        query, key, value, grad = (tensor.to(dtype) for tensor in tensors)
+        query, grad = query[:, :, first:], grad[:, :, first:]
+        near = torch.ones(length, length, dtype=torch.bool)
+        near = near.triu(-window).tril(window) if window >= 0 else near
+        kept_entries = (kept(mask, length, padding, causal) & near)[:, :, first:]
+        last = torch.tensor([row.nonzero()[-1].item() if row.any() else 0 for row in padding], dtype=torch.int32)
+        last = None if options["special_tokens"] != "first_last" else last
+        if last is not None and mask.last_token != "real":
+            last = torch.full_like(last, length - 1)
+        flags = (options["special_tokens"] != "none", mask.diagonal is not False, causal, block_size, length)
+        output = torch.ops.sparsebert.csr_attention(
+            *(query, key, value, *signed_offsets(mask.keep[0], block_size, mask.diagonal), padding, last, None),
+            *(torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
+        )
+        assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_toeplitz_form_under_any_scale(block_size):
+    """In bfloat16, a query cannot be scaled before it is multiplied."""
+    keep = torch.rand(HEADS, 64 // block_size) < 0.5
+    query, key, value = (tensor.bfloat16() for tensor in numbers(2, HEADS, 64, 32))
+    form = (*signed_offsets(keep, block_size, None), None, None, None, torch.tensor([0]), True, True, False)
+    for scale in (0.0, -0.3, 3.0):
+        got, want = (
+            torch.ops.sparsebert.csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
+            for each, factor in (
+                ((query, key, value), scale),
+                ((query.float() * scale, key.float(), value.float()), 1),
+            )
+        )
+        torch.testing.assert_close(got.float(), want, atol=0.02, rtol=0.02)
+
+
+def test_what_is_not_finite_reaches_no_query_that_does_not_see_it():
+    """Of a key that other queries see, in the vectors of keys that a Toeplitz form is read by."""
+    mask = SparseMask(torch.rand(HEADS, 70) < 0.3, 70, "offsets", special_tokens="first")
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (tensor.to(dtype) for tensor in numbers(1, HEADS, 70, 32))
+        clean = sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+        key[:, :, 40], value[:, :, 40] = torch.nan, torch.inf
+        spoiled = sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+        unseen = ~kept(mask, 70, batch=1)[:, :, :, 40]
+        assert unseen.any() and spoiled[unseen].equal(clean[unseen])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

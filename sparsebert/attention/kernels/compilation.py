@@ -25,6 +25,7 @@ LEVELS: dict[str, tuple[str, ...]] = {"default": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS["avx2"] = ("-mavx2", "-mfma")
     LEVELS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
+    LEVELS["avx512_bf16"] = (*LEVELS["avx512"], "-mavx512bf16")
 
 
 class CompilationError(RuntimeError):

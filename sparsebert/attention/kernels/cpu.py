@@ -198,6 +198,8 @@ def signed_offsets(
 def find_level() -> str:
     """The one of `LEVELS` that PyTorch finds on this machine; the variable `ATEN_CPU_CAPABILITY` lowers it."""
     found = torch.backends.cpu.get_cpu_capability().lower()
+    if found.startswith("avx512") and torch.cpu._is_avx512_bf16_supported():
+        found = "avx512_bf16"
     return next((level for level in reversed(LEVELS) if found.startswith(level)), "default")
 
 

@@ -4,16 +4,14 @@
 // and values of its heads into contiguous float32 rows of D >= d numbers: in the host's layout, rows are H * d apart
 // and would compete for the same cache sets. It then processes one query at a time: the list of live keys, their
 // scores, the softmax, the sum of values. All arithmetic is in float32. Packed sequences lie one after the other in one
-// row of tokens; each is computed at its own length.
+// row of tokens; each is computed at its own length. What toeplitz.h serves, it computes instead.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
-#include <limits>
-#include <numeric>
 #include <stdexcept>
 #include <type_traits>
 
-#include "csr_inputs.h"
+#include "toeplitz.h"
 
 namespace {
 
@@ -94,94 +92,6 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
 #pragma GCC unroll 16
     for (int64_t c = 0; c < D / W; ++c) store(to + c * W, load(to + c * W) + weight * q[c]);
   }
-}
-
-constexpr float LOW = -std::numeric_limits<float>::infinity();
-
-// Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the next
-// multiple of W, which are LOW, become 0.
-inline Vec softmax_numerators(float* scores, int64_t count) {
-  Vec high = broadcast(LOW);
-  for (int64_t t = 0; t < count; t += W) {
-    Vec x = load(scores + t);
-    high = x > high ? x : high;
-  }
-  const Vec max = max_of(high), none = broadcast(LOW);
-  Vec total = {};
-  for (int64_t t = 0; t < count; t += W) {
-    Vec x = load(scores + t);
-    Vec p = exponential(x - max);
-    p = x == none ? Vec{} : p;
-    total += p;
-    store(scores + t, p);
-  }
-  return sum_of(total);
-}
-
-// An array of floats that starts at a cache line.
-class Buffer {
- public:
-  explicit Buffer(int64_t size) : memory_(size + 16) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
-    start_ = memory_.data() + (64 - address % 64) % 64 / 4;
-  }
-  float* data() { return start_; }
-  int64_t size() const { return static_cast<int64_t>(memory_.size()) - 16; }
-
- private:
-  std::vector<float> memory_;
-  float* start_;
-};
-
-struct Problem {
-  Rows query, key, value;
-  Mask mask;
-  Dropout dropout;
-  float scale;
-  int64_t B, H, n, m;
-  int64_t group;           // heads per task, whose keys and values fit the second-level cache together
-  int64_t rows;            // queries per task
-  int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
-  const int64_t* starts;   // first token of each packed sequence; null if they are not packed
-  std::vector<int64_t> lengths;  // of the packed sequences
-  ParallelFor parallel_for;
-
-  int64_t num_keys(int64_t b) const { return starts ? lengths[b] : m; }
-  struct Task {
-    int64_t b, first_head, end_head, chunk, first_row, end_row;
-  };
-  Task task(int64_t number) const {
-    const int64_t b = number / chunks / groups, g = number / chunks % groups, chunk = number % chunks;
-    return {b,     g * group,    std::min(H, (g + 1) * group),
-            chunk, chunk * rows, std::min(starts ? lengths[b] : n, (chunk + 1) * rows)};
-  }
-  template <class Function>
-  void for_each_range(Function&& function) const {  // calls function(begin, end) for ranges of task numbers
-    parallel(parallel_for, B * groups * chunks, 1, function);
-  }
-};
-
-// Floats from the rows of one head to those of the next: an odd number of cache lines, since otherwise all heads would
-// use the same cache sets.
-inline int64_t head_stride(int64_t rows, int64_t D) { return rows * D + 16; }
-
-// Copies rows first to end of a task's heads to memory of shape (heads, rows, D), or back. The loop over heads is the
-// inner one because in the host's layout the heads of a row are adjacent.
-template <int D>
-void read_rows(const Rows& from, const Problem::Task& task, int64_t first, int64_t end, float* to, int64_t rows,
-               float factor = 1.0f) {
-  const int64_t stride = head_stride(rows, D);
-  for (int64_t i = first; i < end; ++i)
-    for (int64_t h = task.first_head; h < task.end_head; ++h)
-      from.read<D>(task.b, h, i, to + (h - task.first_head) * stride + (i - first) * D, factor);
-}
-template <int D>
-void write_rows(const Rows& to, const Problem::Task& task, int64_t first, int64_t end, const float* from,
-                int64_t rows) {
-  const int64_t stride = head_stride(rows, D);
-  for (int64_t i = first; i < end; ++i)
-    for (int64_t h = task.first_head; h < task.end_head; ++h)
-      to.write<D>(task.b, h, i, from + (h - task.first_head) * stride + (i - first) * D);
 }
 
 template <int D>
@@ -398,7 +308,17 @@ EXPORTED const char* csr_attention(const Arguments* arguments) {
   return message([&] {
     const auto p = problem(a, 2);
     const auto output = results(a.output, a, p);
-    for_head_size(a.d, [&](auto D) { forward_kernel<D>(p, output); });
+    const bool toeplitz = is_toeplitz(p);
+#if defined(__AVX512BF16__)
+    if (toeplitz && a.dtype == BFLOAT16 && a.scale > 0)
+      return for_head_size(a.d, [&](auto D) { toeplitz_forward<Pairs, std::max<int>(D, 2 * W)>(p, output); });
+#endif
+    for_head_size(a.d, [&](auto D) {
+      // Reading W numbers across two cache lines takes twice as long, which cancels the gain for large heads.
+      if constexpr (W == 16)
+        if (toeplitz && (D <= 32 || a.block > 1)) return toeplitz_forward<Singles, D>(p, output);
+      forward_kernel<D>(p, output);
+    });
   });
 }
 

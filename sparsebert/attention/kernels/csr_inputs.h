@@ -4,6 +4,10 @@
 
 #pragma once
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <vector>
 
@@ -43,6 +47,16 @@ struct Rows {
     }
     for (int64_t c = d; c < D; ++c) out[c] = 0;
   }
+  // Writes the row's d numbers of 16 bits to out as they are, and zeros from d to D.
+  template <int D>
+  void copy(int64_t b, int64_t h, int64_t i, float* out) const {
+    if (d == D) {
+      std::memcpy(out, row(b, h, i), 2 * D);
+    } else {
+      std::memset(out, 0, 2 * D);
+      std::memcpy(out, row(b, h, i), 2 * d);
+    }
+  }
   template <int D>
   void write(int64_t b, int64_t h, int64_t i, const float* from) const {
     char* to = row(b, h, i);
@@ -61,6 +75,35 @@ struct Rows {
     }
   }
 };
+
+// How 32 bits of a packed row hold `size` channels: as they are, so that a factor of the query is left for later.
+struct Singles {
+  static constexpr int64_t size = 1;
+  template <int D>
+  static bool is_packed(const Rows& rows) { return rows.dtype == FLOAT32 && rows.d == D; }  // in the host's memory
+  template <int D>
+  static void read(const Rows& rows, int64_t b, int64_t h, int64_t i, float* out) { rows.read<D>(b, h, i, out, 1.0f); }
+  static Vec scaled(Vec query, float scale) { return query * scale; }
+  static Vec add_products(Vec sum, Vec a, Vec b) { return sum + a * b; }
+  static void add_weighted(Vec* sums, Vec weight, Vec value) { sums[0] += weight * value; }
+};
+#if defined(__AVX512BF16__)
+struct Pairs {  // of bfloat16, whose products are exact
+  static constexpr int64_t size = 2;
+  template <int D>
+  static bool is_packed(const Rows& rows) { return rows.d == D && rows.stride_n % 2 == 0; }
+  template <int D>
+  static void read(const Rows& rows, int64_t b, int64_t h, int64_t i, float* out) { rows.copy<D>(b, h, i, out); }
+  static Vec scaled(Vec query, float) { return query; }
+  static Vec add_products(Vec sum, Vec a, Vec b) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+  static void add_weighted(Vec* sums, Vec weight, Vec value) {
+    sums[0] += weight * (Vec)((IntVec)value << 16);
+    sums[1] += weight * (Vec)((IntVec)value & -65536);
+  }
+};
+#endif
 
 // Philox4x32-10 (Salmon et al., SC 2011): 64 random numbers of 32 bits from 16 consecutive counters.
 inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, uint32_t* out) {

@@ -28,7 +28,43 @@ inline Vec load(const float* p) {
   return v;
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // x + 0 would be an addition, since -0 + 0 is 0
+inline Vec broadcast_bits(const float* p) {  // of any 32 bits, which may be no float
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  return (Vec)(IntVec{} + bits);
+}
+
+// Copies a block of W x W floats and transposes it; strides lead from one of its rows to the next.
+inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  Vec x[W];
+#pragma GCC unroll 16
+  for (int64_t k = 0; k < W; ++k) x[k] = load(from + k * from_stride);
+  // Interleaving row k with row k + W / 2 moves the highest bit of a row's number to the lowest of its column's.
+  const auto interleave = [&] {
+    Vec y[W];
+#pragma GCC unroll 8
+    for (int64_t k = 0; k < W / 2; ++k) {
+      const Vec a = x[k], b = x[k + W / 2];
+#if WIDTH == 16
+      y[2 * k] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      y[2 * k + 1] = SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif WIDTH == 8
+      y[2 * k] = SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+      y[2 * k + 1] = SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+      y[2 * k] = SHUFFLE(a, b, 0, 4, 1, 5);
+      y[2 * k + 1] = SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+    }
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < W; ++k) x[k] = y[k];
+  };
+#pragma GCC unroll 4
+  for (int64_t bit = 0; bit < (WIDTH == 16 ? 4 : WIDTH == 8 ? 3 : 2); ++bit) interleave();
+#pragma GCC unroll 16
+  for (int64_t k = 0; k < W; ++k) store(to + k * to_stride, x[k]);
+}
 
 // Reduces four vectors to one. Each group of four floats in the result holds the four vectors' sums over that group.
 inline Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {

@@ -1,0 +1,310 @@
+// The forward of attention under a mask in a Toeplitz form, W queries of a head at a time.
+//
+// Keys and values are packed transposed: a row of channel c holds that channel of all keys. The scores of W adjacent
+// queries with the keys at one distance are then sums of products of adjacent numbers, and so are their outputs: no
+// sum across a vector, and one list of distances for all queries. With blocks of tokens, the W queries share their keys
+// instead. The entries of the first and the last token are apart from both: their columns are read as keys that the
+// queries share, their rows are computed on their own.
+//
+// Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
+
+#pragma once
+
+#include <limits>
+#include <numeric>
+
+#include "problem.h"
+
+constexpr float LOW = -std::numeric_limits<float>::infinity();
+
+// Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the
+// next multiple of W, which are LOW, become 0.
+inline Vec softmax_numerators(float* scores, int64_t count) {
+  Vec high = broadcast(LOW);
+  for (int64_t t = 0; t < count; t += W) {
+    Vec x = load(scores + t);
+    high = x > high ? x : high;
+  }
+  const Vec max = max_of(high), none = broadcast(LOW);
+  Vec total = {};
+  for (int64_t t = 0; t < count; t += W) {
+    Vec x = load(scores + t);
+    Vec p = exponential(x - max);
+    p = x == none ? Vec{} : p;
+    total += p;
+    store(scores + t, p);
+  }
+  return sum_of(total);
+}
+
+// Transposes rows i to i + count - 1 of a head, at most W: a row of `to` is a channel's. Rows that `skipped` tells of
+// are read as 0.
+template <class Format, int D, class Skipped>
+inline void read_columns(const Rows& rows, int64_t b, int64_t h, int64_t i, int64_t count, Skipped&& skipped, float* to,
+                         int64_t stride) {
+  constexpr int64_t R = D / Format::size;
+  alignas(64) float block[W * R];
+  const float* from = block;
+  int64_t from_stride = R;
+  bool all = count == W;
+  for (int64_t l = 0; l < count; ++l) all &= !skipped(l);
+  // A copy of the rows would cost more than transposing them.
+  if (all && Format::template is_packed<D>(rows)) {
+    from = reinterpret_cast<const float*>(rows.row(b, h, i));
+    from_stride = rows.stride_n / Format::size;
+  } else {
+    for (int64_t l = 0; l < W; ++l)
+      if (l < count && !skipped(l)) Format::template read<D>(rows, b, h, i + l, block + l * R);
+      else std::fill(block + l * R, block + (l + 1) * R, 0.0f);
+  }
+  for (int64_t c = 0; c < R; c += W) transpose(from + c, from_stride, to + c * stride, stride);
+}
+
+// The keys or values of a head, transposed. Column j is that of key j. Zeros are beyond both ends, so that W keys may
+// be read of which but one is there, and in the place of keys that are padding, which may not be finite.
+template <class Format, int D>
+struct Columns {
+  int64_t stride;  // an odd number of cache lines, since otherwise all channels of a key would use the same cache set
+  Buffer numbers;
+
+  explicit Columns(int64_t m) : stride(stride_of(m)), numbers(D / Format::size * stride) {}
+  static int64_t stride_of(int64_t m) { return ((m + 3 * W + 15) / 16 | 1) * 16; }
+  const float* data() { return numbers.data() + W; }
+
+  void pack(const Rows& rows, int64_t b, int64_t h, int64_t count, const float* bias) {
+    for (int64_t j = 0; j < count + W; j += W)
+      read_columns<Format, D>(
+          rows, b, h, j, std::min(W, count - j), [&](int64_t l) { return bias[j + l] != 0; },
+          numbers.data() + W + j, stride);
+  }
+};
+
+// Where W queries find their keys: at `places` beyond a column, each its own (`SHIFTED`) or all the same.
+template <bool SHIFTED>
+inline Vec at(const float* place) {
+  return SHIFTED ? load(place) : broadcast_bits(place);
+}
+
+// scores[t] += queries . keys at places[t], for C rows of channels
+template <class Format, int64_t C, bool SHIFTED>
+inline void add_scores(const Vec* queries, const float* keys, int64_t stride, const int32_t* places, int64_t count,
+                       float* scores) {
+  for (int64_t t = 0; t < count; ++t) {
+    Vec sum = load(scores + t * W);
+    const float* key = keys + places[t];
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < C; ++c) sum = Format::add_products(sum, queries[c], at<SHIFTED>(key + c * stride));
+    store(scores + t * W, sum);
+  }
+}
+
+// sums += sum_t weights[t] * values at places[t], for C rows of channels. GUARDED: a weight of 0 hides its value.
+template <class Format, int64_t C, bool SHIFTED, bool GUARDED>
+inline void add_values(const float* weights, const float* values, int64_t stride, const int32_t* places, int64_t count,
+                       Vec* sums) {
+  for (int64_t t = 0; t < count; ++t) {
+    const Vec weight = load(weights + t * W);
+    const float* value = values + places[t];
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < C; ++c) {
+      Vec x = at<SHIFTED>(value + c * stride);
+      if (GUARDED) x = (Vec)((IntVec)x & (weight != 0.0f));
+      Format::add_weighted(sums + c * Format::size, weight, x);
+    }
+  }
+}
+
+// The softmax of W queries: turns their scores into numerators and returns the inverse of the sums, 0 where all are
+// LOW.
+inline Vec softmax_numerators_of_each(float* scores, int64_t count, float scale) {
+  Vec high = broadcast(LOW), total = {};
+  for (int64_t t = 0; t < count; ++t) {
+    const Vec x = load(scores + t * W);
+    high = x > high ? x : high;
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    const Vec x = load(scores + t * W);
+    const Vec p = x == broadcast(LOW) ? Vec{} : exponential((x - high) * scale);
+    total += p;
+    store(scores + t * W, p);
+  }
+  return total == 0.0f ? Vec{} : 1.0f / total;
+}
+
+// Memory of one thread, and what it computes with the keys of one head.
+template <class Format, int D>
+struct Toeplitz {
+  static constexpr int64_t R = D / Format::size;
+  static constexpr int64_t C = std::min<int64_t>(R, WIDTH == 16 ? 16 : 8);  // rows whose numbers fit the registers
+  const Problem& p;
+  const float query_scale, score_scale;  // one of both is the scale
+  Columns<Format, D> keys, values;
+  Buffer biases, scores, queries, sums, rows;
+  std::vector<int32_t> steps;
+  float* const bias;  // added to the scores of a key: 0, or LOW where it is no key or one of the special tokens
+  Mask::Sequence s;
+
+  explicit Toeplitz(const Problem& p)
+      : p(p), query_scale(Format::size == 1 ? p.scale : 1.0f), score_scale(Format::size == 1 ? 1.0f : p.scale),
+        keys(p.m), values(p.m), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W), sums(D * W),
+        rows(D * W), steps(p.m / W + 1), bias(biases.data() + W) {
+    for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
+  }
+
+  bool is_live(int64_t r) const { return r >= s.first_key && r < s.end_key && !(s.holes && !s.holes[r]); }
+
+  void pack(int64_t b, int64_t h) {
+    s = p.mask.sequence(b);
+    std::fill(biases.data(), biases.data() + biases.size(), LOW);
+    for (int64_t j = s.first_key; j < s.end_key; ++j) bias[j] = is_live(j) ? 0 : LOW;
+    keys.pack(p.key, b, h, p.num_keys(b), bias);
+    values.pack(p.value, b, h, p.num_keys(b), bias);
+    set_special(LOW);
+  }
+
+  void set_special(float live) {
+    for (const int64_t j : {s.first, s.last})
+      if (j >= 0) bias[j] = live;
+  }
+
+  // Sets the first scores of keys that queries r to r + W - 1 share: LOW where they are not live.
+  void begin_shared(int64_t r, const int32_t* places, int64_t origin, int64_t count, bool special, float* to) {
+    alignas(64) int32_t lanes[W];
+    std::iota(lanes, lanes + W, static_cast<int32_t>(r - origin));
+    IntVec row;
+    std::memcpy(&row, lanes, sizeof(row));
+    const int32_t most = static_cast<int32_t>(p.mask.window >= 0 ? p.mask.window : p.m);
+    for (int64_t t = 0; t < count; ++t) {
+      const IntVec distance = row - places[t];
+      Vec x = broadcast(special ? 0.0f : bias[origin + places[t]]);
+      x = (distance > most) | (distance < (p.mask.causal ? 0 : -most)) ? broadcast(LOW) : x;
+      if (!p.mask.self) x = distance == 0 ? broadcast(LOW) : x;
+      store(to + t * W, x);
+    }
+  }
+
+  // The outputs of queries r to r + W - 1, from `queries` to `sums`, transposed.
+  template <bool SHIFTED>
+  void attend(int64_t h, int64_t r) {
+    const Mask& mask = p.mask;
+    const int64_t stride = keys.stride, origin = r - r % mask.block, most = mask.window >= 0 ? mask.window : p.m;
+    // The keys of the first of the queries, as far as one of all has such a key.
+    const int64_t before = SHIFTED ? 0 : W - 1;
+    const int64_t from = std::max(s.first_key - (W - 1 - before), r - most);
+    const int64_t to = std::min({s.end_key, r + before + most + 1, mask.causal ? r + 1 : p.m});
+    const int32_t *begin = mask.offsets + mask.begin[h], *end = mask.offsets + mask.end[h];
+    begin = std::lower_bound(begin, end, from - origin);
+    const int64_t listed = std::max<int64_t>(std::lower_bound(begin, end, to - origin) - begin, 0);
+    int32_t special[2];
+    int64_t specials = 0;
+    if (s.first >= 0) special[specials++] = static_cast<int32_t>(s.first);
+    if (s.last >= 0 && s.last != s.first) special[specials++] = static_cast<int32_t>(s.last);
+
+    float *const own = scores.data(), *const shared = own + listed * W;
+    if (SHIFTED)
+      for (int64_t t = 0; t < listed; ++t) store(own + t * W, load(bias + r + begin[t]));
+    else
+      begin_shared(r, begin, origin, listed, false, own);
+    begin_shared(r, special, 0, specials, true, shared);
+    for (int64_t c = 0; c < R; c += C) {
+      Vec q[C];
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < C; ++k) q[k] = Format::scaled(load(queries.data() + (c + k) * W), query_scale);
+      const float* key = keys.data() + c * stride;
+      add_scores<Format, C, SHIFTED>(q, key + origin, stride, begin, listed, own);
+      add_scores<Format, C, false>(q, key, stride, special, specials, shared);
+    }
+    const Vec inverse = softmax_numerators_of_each(own, listed + specials, score_scale);
+    constexpr int64_t V = C / Format::size;
+    for (int64_t c = 0; c < R; c += V) {
+      Vec sum[C] = {};
+      const float* value = values.data() + c * stride;
+      add_values<Format, V, SHIFTED, false>(own, value + origin, stride, begin, listed, sum);
+      add_values<Format, V, false, true>(shared, value, stride, special, specials, sum);
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < C; ++k) store(sums.data() + (c * Format::size + k) * W, sum[k] * inverse);
+    }
+  }
+
+  // The output of query r = first_row + i that attends to all keys.
+  void attend_to_all(int64_t b, int64_t h, int64_t i, float* output) {
+    const Mask& mask = p.mask;
+    const int64_t stride = keys.stride, r = mask.first_row + i, most = mask.window >= 0 ? mask.window : p.m;
+    const int64_t from = std::max(s.first_key, r - most), to = std::min(mask.causal ? r + 1 : s.end_key, r + most + 1);
+    alignas(64) float query[R];
+    Format::template read<D>(p.query, b, h, i, query);
+    set_special(0);
+    if (!mask.self) bias[r] = LOW;
+    // In the place of W queries is this one, and each vector holds its scores with W keys.
+    const int64_t vectors = (to - from + W - 1) / W;
+    for (int64_t t = 0; t < vectors; ++t) store(scores.data() + t * W, load(bias + from + t * W));
+    set_special(LOW);
+    for (int64_t c = 0; c < R; c += C) {
+      Vec q[C];
+      for (int64_t k = 0; k < C; ++k) q[k] = Format::scaled(broadcast_bits(query + c + k), query_scale);
+      add_scores<Format, C, true>(q, keys.data() + c * stride + from, stride, steps.data(), vectors, scores.data());
+    }
+    store(scores.data() + to - from, broadcast(LOW));
+    for (int64_t t = 0; t < vectors; ++t) store(scores.data() + t * W, load(scores.data() + t * W) * score_scale);
+    const Vec total = softmax_numerators(scores.data(), to - from);
+    const Vec inverse = total == 0.0f ? Vec{} : 1.0f / total;
+    constexpr int64_t V = C / Format::size;
+    for (int64_t c = 0; c < R; c += V) {
+      Vec sum[C] = {};
+      const float* value = values.data() + c * stride + from;
+      add_values<Format, V, true, true>(scores.data(), value, stride, steps.data(), vectors, sum);
+      for (int64_t k = 0; k < C; ++k) output[c * Format::size + k] = (sum_of(sum[k]) * inverse)[0];
+    }
+  }
+
+  // The outputs of queries i to i + count - 1, at most W.
+  void run(int64_t b, int64_t h, int64_t i, int64_t count, const Rows& output) {
+    const int64_t r = p.mask.first_row + i;
+    bool plain = count == W, any = false;
+    for (int64_t l = 0; l < count; ++l) {
+      const bool live = is_live(r + l);
+      plain &= live && r + l != s.first && r + l != s.last;
+      any |= live;
+    }
+    if (any) {
+      read_columns<Format, D>(p.query, b, h, i, count, [](int64_t) { return false; }, queries.data(), W);
+      if (p.mask.block == 1) attend<true>(h, r);
+      else attend<false>(h, r);
+    }
+    const bool direct = plain && Singles::is_packed<D>(output);
+    float* const to = direct ? reinterpret_cast<float*>(output.row(b, h, i)) : rows.data();
+    for (int64_t c = 0; c < D; c += W) transpose(sums.data() + c * W, W, to + c, direct ? output.stride_n : D);
+    if (direct) return;
+    for (int64_t l = 0; l < count; ++l) {
+      float* const row = rows.data() + l * D;
+      if (!is_live(r + l)) std::fill(row, row + D, 0.0f);
+      else if (r + l == s.first || r + l == s.last) attend_to_all(b, h, i + l, row);
+      output.write<D>(b, h, i + l, row);
+    }
+  }
+};
+
+// Whether this kernel serves a mask.
+inline bool is_toeplitz(const Problem& p) {
+  const Mask& mask = p.mask;
+  return mask.block && p.m <= mask.known && p.dropout.probability == 0 &&
+         (mask.block == 1 || (mask.block % W == 0 && mask.first_row % W == 0 && !mask.keep_self && !mask.causal));
+}
+
+template <class Format, int D>
+void toeplitz_forward(const Problem& p, const Rows& output) {
+  p.for_each_range([&](int64_t from, int64_t to) {
+    Toeplitz<Format, D> kernel(p);
+    int64_t packed = -1;
+    for (int64_t number = from; number < to; ++number) {
+      const auto task = p.task(number);
+      if (task.first_row >= task.end_row) continue;  // a chunk beyond the end of a packed sequence
+      for (int64_t h = task.first_head; h < task.end_head; ++h) {
+        if (packed != task.b * p.H + h) kernel.pack(task.b, h);
+        packed = task.b * p.H + h;
+        for (int64_t i = task.first_row; i < task.end_row; i += W)
+          kernel.run(task.b, h, i, std::min(W, task.end_row - i), output);
+      }
+    }
+  });
+}
