@@ -284,10 +284,10 @@ struct Toeplitz {
   }
 };
 
-// Whether this kernel serves a mask.
+// Whether this kernel serves a mask, and is not slower than one query at a time, as it is for few keys.
 inline bool is_toeplitz(const Problem& p) {
   const Mask& mask = p.mask;
-  return mask.block && p.m <= mask.known && p.dropout.probability == 0 &&
+  return mask.block && p.m >= 64 && p.m <= mask.known && p.dropout.probability == 0 &&
          (mask.block == 1 || (mask.block % W == 0 && mask.first_row % W == 0 && !mask.keep_self && !mask.causal));
 }
 
