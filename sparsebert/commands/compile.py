@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checks import check_choice, check_range
 from ..data.documents import load_documents
-from ..files import check_other_folder, within
+from ..files import METRICS_NAME, check_other_folder, within, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.inference.compiling import ENGINES, MIN_COSINE, PRECISIONS, compile, engine_module
@@ -88,6 +88,7 @@ def run(values):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         copy_sentence_files(source, folder, **hub_arguments)
+        write_metrics(folder / METRICS_NAME, model.compiled_as)  # without which the folder is not whole
     made = model.compiled_as
     cosine = f", cosine with float32 {made['cosine']:.4f}" if "cosine" in made else ""
     done = f"written to {options.output_dir}: {options.engine}, {made['precision']}{cosine}"

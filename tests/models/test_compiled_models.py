@@ -3,8 +3,10 @@
 import copy
 import hashlib
 import json
+import os
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -27,7 +29,8 @@ from test_attach import (
 import sparsebert
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
 from sparsebert.commands import main
-from sparsebert.models.inference import compiling
+from sparsebert.models.inference import compiled_loading, compiling
+from sparsebert.models.inference.compiled_files import read_compiled
 
 
 openvino = pytest.importorskip("openvino")
@@ -326,6 +329,58 @@ def test_calls_that_are_refused(masked):
         engine.push_to_hub("user/model")
 
 
+@MASKED
+def test_what_the_stock_model_refuses_is_refused(masked):
+    """The engine itself would answer with zeros, or with the result of an earlier call."""
+    engine = compiled(a_model(masked=masked))
+    size = engine.config.max_position_embeddings
+    outputs(engine, BATCHES[0])
+    for given, message in (
+        ({"input_ids": IDS.repeat(1, 9)[:, : size + 1]}, f"{size} tokens|takes {size}"),
+        ({"input_ids": IDS + 1000}, "input_ids must be from 0 to 99 .* got 10"),
+        ({"input_ids": -IDS - 1}, "input_ids must be from 0 to 99 .* got -"),
+        ({"input_ids": IDS, "token_type_ids": IDS * 0 + 2}, "token_type_ids must be from 0 to 1"),
+        ({"input_ids": IDS.float()}, "input_ids must hold integers, got torch.float32"),
+        ({"input_ids": IDS[:, :0]}, "must have two dimensions and a token|from 1"),
+        ({"input_ids": IDS, "attention_mask": PADDING[:, :5]}, r"attention_mask must .*\(3, 12\)"),
+        ({"input_ids": IDS.to("meta")}, "runs on the CPU, got a tensor on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            outputs(engine, given)
+    same = outputs(engine, BATCHES[0]).last_hidden_state
+    for given in (
+        {"input_ids": IDS.int(), "attention_mask": PADDING.bool()},
+        {"input_ids": IDS.t().contiguous().t(), "attention_mask": PADDING.float() / 2},
+    ):
+        assert torch.equal(outputs(engine, given).last_hidden_state, same)
+    assert outputs(engine, {"input_ids": IDS[:0]}).last_hidden_state.shape == (0, LENGTH, 32)
+
+
+def test_images_of_another_size_are_refused():
+    engine = compiled(a_model("vit"))
+    for images in (torch.zeros(1, 3, 5, 5), torch.zeros(1, *inputs_of("vit")["pixel_values"].shape[1:]).long()):
+        with pytest.raises(ValueError, match="pixel_values must be floating-point, of shape"):
+            engine(pixel_values=images)
+
+
+def test_a_model_without_parameters_of_its_own():
+    """It stays where it is and what it is."""
+    engine = compiled(a_model("distilbert"))
+    assert not list(engine.parameters()) and (engine.device.type, engine.dtype) == ("cpu", torch.float32)
+    assert engine.to("cpu").float().eval().num_parameters() == 0
+    for change in (engine.half, lambda: torch.nn.Sequential(engine).to("meta"), lambda: engine.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match="stays on the CPU, and its outputs in float32"):
+            change()
+
+
+def test_a_forked_process_is_told(monkeypatch):
+    engine = compiled(a_model())
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    for use in (lambda: engine(IDS), lambda: copy.deepcopy(engine)):
+        with pytest.raises(RuntimeError, match="forked from one that used it: use the start method 'spawn'"):
+            use()
+
+
 def test_an_error_of_the_mask_is_its_own():
     engine = compiled(attach(base_model("bert"), random_mask(length_policy="error")))
     with pytest.raises(ValueError, match="length_policy|longer than"):
@@ -348,6 +403,28 @@ def other_version(folder):
     (folder / "engine.json").write_text(json.dumps(described))
 
 
+def described(**fields):
+    def apply(folder):
+        old = json.loads((folder / "engine.json").read_text())
+        (folder / "engine.json").write_text(json.dumps(old | fields))
+
+    return apply
+
+
+def with_hash(name, content):
+    def apply(folder):
+        damage(name, content)(folder)
+        files = json.loads((folder / "engine.json").read_text())["files"]
+        described(files=files | {name: hashlib.sha256(content).hexdigest()})(folder)
+
+    return apply
+
+
+def piped(folder):
+    (folder / "openvino_model.bin").unlink()
+    os.mkfifo(folder / "openvino_model.bin")
+
+
 DAMAGED = {
     "graph": (damage("openvino_model.xml", b"<net>"), "openvino_model.xml is not the file that was saved"),
     "weights": (damage("openvino_model.bin", b""), "openvino_model.bin is not the file"),
@@ -357,8 +434,18 @@ DAMAGED = {
     "wrong types": (damage("engine.json", b'{"engine": 5}'), "engine.json is damaged"),
     "a dense model beside it": (
         damage("model.safetensors", b"x"),
-        "holds the weights of a model that is not compiled",
+        "holds model.safetensors, of a model that is not compiled",
     ),
+    "an adapter": (damage("adapter_config.json", b"{}"), "holds adapter_config.json"),
+    "a search": (damage("search_config.json", b'{"search": "dam_s"}'), "search_config.json is not of the compiled"),
+    "a pipe": (piped, "openvino_model.bin is a pipe"),
+    "deep": (damage("engine.json", b"[" * 100_000), "engine.json is damaged"),
+    "huge": (damage("engine.json", b" " * 2_000_000), "has more than 1048576 bytes"),
+    "paths": (described(files={"../x": "0"}), "engine.json is damaged"),
+    "files": (described(files=["config.json"]), "engine.json is damaged"),
+    "precision": (described(precision="int4"), "engine.json: precision must be one of"),
+    "head": (with_hash("head.safetensors", b"x"), "head.safetensors does not fit the model"),
+    "class": (with_hash("config.json", b'{"model_type": "bert"}'), "config.json is damaged: it has no architectures"),
     "another version": (other_version, "was compiled with openvino 2099.1.0, which openvino .* cannot read"),
 }
 
@@ -391,9 +478,34 @@ def test_loadings_that_are_refused(saved_engine, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load(saved_engine, **arguments)
-    base_model("bert").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds the weights of a model"):
-        compiled(a_model()).save_pretrained(tmp_path)
+
+
+def test_what_is_in_a_folder_is_not_lost(saved_engine, tmp_path):
+    for name, save, message in (
+        ("model", base_model("bert").save_pretrained, "holds model.safetensors, of a model that is not compiled"),
+        ("mask", a_mask().save_pretrained, "holds a mask or search, mask.safetensors, which would be lost"),
+        ("pipe", lambda folder: folder.mkdir() or os.mkfifo(folder / "config.json"), "config.json is a pipe"),
+    ):
+        save(tmp_path / name)
+        before = sorted(path.name for path in (tmp_path / name).iterdir())
+        with pytest.raises((ValueError, OSError), match=message):
+            load(saved_engine).save_pretrained(tmp_path / name)
+        assert sorted(path.name for path in (tmp_path / name).iterdir() if path.name[0] != "_") == before
+
+
+def test_a_folder_that_changes_while_its_model_is_used(saved_engine, tmp_path, monkeypatch):
+    shutil.copytree(saved_engine, tmp_path / "one")
+    engine = load(tmp_path / "one")
+    want = outputs(engine, BATCHES[0]).last_hidden_state
+    torch.manual_seed(9)
+    compiled(a_model("roberta")).save_pretrained(tmp_path / "one")
+    engine.save_pretrained(tmp_path / "two")
+    for again in (load(tmp_path / "two"), copy.deepcopy(engine)):
+        assert torch.equal(outputs(again, BATCHES[0]).last_hidden_state[REAL], want[REAL])
+    found = iter([read_compiled(saved_engine), read_compiled(tmp_path / "one")])
+    monkeypatch.setattr(compiled_loading, "read_compiled", lambda folder: next(found))
+    with pytest.raises(ValueError, match="was replaced while it was read"):
+        load(saved_engine)
 
 
 def test_without_the_plugin_it_is_refused(saved_engine):
@@ -424,6 +536,11 @@ def test_the_command(masked, word_tokenizer, tmp_path, capsys):
     assert_same(engine, load(tmp_path / "out"), BATCHES[0])
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(word_tokenizer)
     assert main(words) == 2 and "is not empty" in capsys.readouterr().err
+    (tmp_path / "out/_unfinished/out").mkdir(parents=True)
+    for name in ("engine.json", "metrics.json"):  # as if it had been killed while the files were moved
+        (tmp_path / "out" / name).rename(tmp_path / "out/_unfinished/out" / name)
+    assert main(words) == 2 and "holds a finished run" in capsys.readouterr().err
+    assert load(tmp_path / "out").compiled_as["precision"] == "int8"
 
 
 def test_a_page_of_sentence_transformers(word_tokenizer, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tempfile
 from os import PathLike
 from pathlib import Path
@@ -10,14 +11,21 @@ from typing import Any
 import safetensors.torch
 from huggingface_hub.utils.sha import sha_fileobj
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ...checks import in_short
+from ...file_kinds import check_readable, drop_links
 from ...files import locked_output, make_folder, replace_files
 from ...masks.mask_files import own_state
 
 
 ENGINE_NAME = "engine.json"
 HEAD_NAME = "head.safetensors"
+# What other libraries would load from the folder.
+_OF_OTHERS = re.compile(
+    r"((pytorch_|tf_|adapter_)?model([.-].+)?\.(safetensors|bin|h5)(\.index(\..+)?\.json)?)|adapter_config\.json"
+)
+_PLAIN = re.compile(r"\w[\w.-]{0,99}")  # a name without a folder
+_MAX_BYTES = 1 << 20  # of engine.json
 
 
 def is_compiled(source: str | PathLike, subfolder: str | None = None) -> bool:
@@ -28,7 +36,9 @@ def is_compiled(source: str | PathLike, subfolder: str | None = None) -> bool:
 def save_compiled(model: Any, folder: str | PathLike) -> None:
     """Write a compiled model into a folder, in which it may replace another one."""
     folder, base = Path(folder), model.base_model
-    _check_no_weights(folder)
+    _check_alone(folder, "choose another folder")
+    if not is_compiled(folder) and (state := own_state(folder)):
+        raise ValueError(f"{folder} holds a mask or search, {min(state)}, which would be lost: choose another folder")
     make_folder(folder, "save_directory")
     sparse_attention = base._modules.get("sparse_attention")
     model.config.architectures = [type(model).__name__]
@@ -38,25 +48,24 @@ def save_compiled(model: Any, folder: str | PathLike) -> None:
         if sparse_attention is not None:
             sparse_attention.mask.write_beside_model(Path(made))
         files = {path.name: path.read_bytes() for path in Path(made).iterdir()}
-    files |= {name: (base.graph.folder / name).read_bytes() for name in base.graph.file_names}
+    files |= base.graph.files()
     files[HEAD_NAME] = safetensors.torch.save(
         {name: weight.detach().clone().contiguous() for name, weight in model.state_dict().items()}
     )
     description = model.compiled_as | {"files": {name: _hash(content) for name, content in files.items()}}
     files[ENGINE_NAME] = (json.dumps(description, indent=2) + "\n").encode()
     with locked_output(folder):
+        drop_links(folder / name for name in files)
         replace_files({folder / name: content for name, content in files.items()})
         for name in own_state(folder) - files.keys():
             (folder / name).unlink(missing_ok=True)
 
 
-def _check_no_weights(folder):
+def _check_alone(folder, advice):
     """A folder must say one thing."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "pytorch_model.bin"):
-        if (folder / name).exists():
-            raise ValueError(
-                f"{folder} holds the weights of a model that is not compiled, {name}: choose another folder"
-            )
+    for path in sorted(folder.glob("*")):
+        if _OF_OTHERS.fullmatch(path.name):
+            raise ValueError(f"{folder} holds {path.name}, of a model that is not compiled or of an adapter: {advice}")
 
 
 def _hash(content):
@@ -65,17 +74,28 @@ def _hash(content):
 
 def read_compiled(folder: Path) -> dict[str, Any]:
     """What the folder of a compiled model says of it, if all of its files are as they were saved."""
+    path = folder / ENGINE_NAME
     try:
-        described = json.loads((folder / ENGINE_NAME).read_text(encoding="utf-8"))
+        check_readable(path)
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        described = json.loads(path.read_text(encoding="utf-8"))
         engine, precision, files = described["engine"], described["precision"], described["files"]
         version = described["versions"][engine]
-        if not all(isinstance(each, str) and Path(each).name == each for each in (engine, precision, version, *files)):
+        if not isinstance(files, dict) or not all(
+            isinstance(each, str) and _PLAIN.fullmatch(each) for each in (engine, precision, version, *files)
+        ):
             raise ValueError("a value of it has the wrong type")
+    except PermissionError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{folder / ENGINE_NAME} is damaged ({error!r}): compile the model again") from error
-    _check_no_weights(folder)
+        raise ValueError(f"{path} is damaged ({in_short(error)}): compile the model again") from error
+    _check_alone(folder, f"delete it to have the compiled model, or {ENGINE_NAME} to have the other")
+    if state := own_state(folder) - files.keys():
+        raise ValueError(f"{folder / min(state)} is not of the compiled model there, and would be ignored: move it")
     for name, expected in files.items():
         path = folder / name
+        check_readable(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: compile the model again")
         with open(path, "rb") as file:

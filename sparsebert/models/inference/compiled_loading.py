@@ -6,8 +6,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
+from ...checks import check_choice, in_short
 from ...hub import read_config
 from ...learning.mask_description import MASK_FIELDS
 from ...masks.mask_files import MASK_CONFIG_NAME
@@ -15,8 +18,8 @@ from ...masks.sparse_mask import SparseMask
 from ..attaching import attach_saved
 from ..bert.configuration_sparsebert import SparseBertConfig
 from ..model_classes import model_class_of
-from .compiled_files import HEAD_NAME, read_compiled
-from .compiling import engine_module, finish
+from .compiled_files import ENGINE_NAME, HEAD_NAME, read_compiled
+from .compiling import PRECISIONS, engine_module, finish
 
 
 # What a loading may say that is so anyway, or does not matter for a folder.
@@ -57,11 +60,16 @@ def load_compiled(source: str | PathLike, model_class: Any = None, **kwargs: Any
         if name[0] != "_" and name not in _IGNORED and value not in _ACCEPTED.get(name, (None,)):
             raise ValueError(f"{name} {value!r} has no meaning for {folder}, which holds a compiled model")
     module = engine_module(described["engine"])
+    check_choice(f"{folder / ENGINE_NAME}: precision", described["precision"], PRECISIONS)
+    if missing := {CONFIG_NAME, HEAD_NAME, *module.FILE_NAMES} - described["files"].keys():
+        raise ValueError(f"{folder / ENGINE_NAME} is damaged, {min(missing)} is not among its files")
     config = read_config(folder)
-    own_class = model_class_of(config)
+    own_class: Any = model_class_of(config)
+    if not hasattr(own_class, "_from_config"):
+        raise ValueError(f"{folder / CONFIG_NAME} is damaged: it has no architectures")
     with torch.device("meta"):
         model: Any = own_class._from_config(config, dtype=torch.float32)
-    if (folder / MASK_CONFIG_NAME).is_file():
+    if MASK_CONFIG_NAME in described["files"]:
         mask = SparseMask.from_pretrained(folder)
         if isinstance(config, SparseBertConfig):
             config.changed(**fields)
@@ -80,8 +88,13 @@ def load_compiled(source: str | PathLike, model_class: Any = None, **kwargs: Any
         ) from error
     compiled_as = {name: value for name, value in described.items() if name != "files"}
     finish(model, graph, compiled_as, fields.get("skip_padding", True))
-    weights = safetensors.torch.load_file(folder / HEAD_NAME)
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(safetensors.torch.load_file(folder / HEAD_NAME), assign=True)
+    except (SafetensorError, RuntimeError) as error:
+        reason = " ".join(in_short(error).split())
+        raise ValueError(f"{folder / HEAD_NAME} does not fit the model ({reason}): compile it again") from error
+    if read_compiled(folder) != described:
+        raise ValueError(f"{folder} was replaced while it was read: load it again")
     model.config.name_or_path = str(source)
     return _as_class(model, model_class, folder)
 

@@ -1,12 +1,14 @@
 """Models whose base model is a graph of an inference engine; what is before it and after it stays PyTorch."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ..model_configs import Derived
@@ -50,6 +52,26 @@ class CompiledModel(Derived):
         if kwargs.get("is_main_process", True):
             save_compiled(self, save_directory)
 
+    @property
+    def device(self) -> torch.device:
+        """The CPU; there may be no parameters that would say so."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the outputs."""
+        return torch.float32
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = fn(torch.zeros(1))
+        if moved.dtype != torch.float32 or moved.device.type != "cpu":
+            raise ValueError(
+                f"a compiled model stays on the CPU, and its outputs in float32: it cannot become {moved.dtype} on "
+                f"{moved.device} (for device, give 'cpu'; for precision, compile again)"
+            )
+        stock: Any = super()
+        return stock._apply(fn, *args, **kwargs)
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Compiled models are not shared."""
         raise ValueError("push_to_hub: a compiled model is made for one machine; push the model that it is made of")
@@ -59,6 +81,7 @@ class CompiledBase(CompiledModel):
     """A base model that runs as a graph, which is its attribute `graph`."""
 
     graph: Any
+    limits: dict[str, int]  # by argument: how many ids it has
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         stock: Any = super()
@@ -113,22 +136,80 @@ def _filled(base, given) -> dict[str, torch.Tensor]:
         raise ValueError(f"a compiled {type(base).__name__} needs {main}")
     tensors = {name: given[name] for name in base.graph.inputs if name in given}
     for name, tensor in tensors.items():
+        if not torch.is_tensor(tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.device.type != "cpu":
             raise ValueError(f"{name}: a compiled model runs on the CPU, got a tensor on {tensor.device}")
-    if main == "input_ids":
-        ids = tensors[main]
-        defaults: Mapping[str, Any] = {
-            "token_type_ids": torch.zeros_like,
-            "attention_mask": torch.ones_like,
-            "position_ids": lambda ids: default_positions(base.config, ids, ids),
-        }
-        for name in base.graph.inputs - tensors.keys():
-            tensors[name] = defaults[name](ids)
-        for name, tensor in tensors.items():
-            if tensor.dim() != 2:
-                raise ValueError(f"{name} must have two dimensions in a compiled model, got {tuple(tensor.shape)}")
-            tensors[name] = tensor.long().expand(ids.shape)
+    if main == "pixel_values":
+        _check_images(base.config, tensors[main])
+        return tensors
+    ids = tensors[main]
+    defaults: Mapping[str, Any] = {
+        "token_type_ids": torch.zeros_like,
+        "attention_mask": torch.ones_like,
+        "position_ids": lambda ids: default_positions(base.config, ids, ids),
+    }
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or tensor.shape[1] == 0:
+            raise ValueError(
+                f"{name} must have two dimensions and a token in a compiled model, got {tuple(tensor.shape)}"
+            )
+        if tensor.shape[1] != ids.shape[1] or tensor.shape[0] not in (1, ids.shape[0]):
+            raise ValueError(f"{name} must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(tensor.shape)}")
+        if name == "attention_mask":
+            tensor = tensor.bool()
+        elif tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
+        tensors[name] = tensor.long().expand(ids.shape)
+    for name in base.graph.inputs - tensors.keys():
+        tensors[name] = defaults[name](tensors[main])
+    _check_ids(base, tensors)
     return tensors
+
+
+def _check_images(config, images):
+    if images.dim() != 4 or tuple(images.shape[1:]) != image_shape(config) or not images.is_floating_point():
+        raise ValueError(
+            f"pixel_values must be floating-point, of shape (batch, {', '.join(map(str, image_shape(config)))}), got "
+            f"{images.dtype} of {tuple(images.shape)}"
+        )
+
+
+def _check_ids(base, tensors):
+    """Refuse what the stock model refuses, and the engine would take for zeros or answer with an earlier result."""
+    length, longest = tensors["input_ids"].shape[1], base.limits.get("tokens", math.inf)
+    if "position_ids" not in tensors and length > longest:
+        raise ValueError(f"input_ids has {length} tokens, this {type(base).__name__} takes {longest}")
+    for name in base.limits.keys() & tensors.keys():
+        if tensors[name].numel():
+            least, most = map(int, tensors[name].aminmax())
+            if least < 0 or most >= base.limits[name]:
+                hint = f" (it takes inputs of {longest} tokens)" if name == "position_ids" else ""
+                raise ValueError(
+                    f"{name} must be from 0 to {base.limits[name] - 1} in this {type(base).__name__}, got "
+                    f"{least if least < 0 else most}{hint}"
+                )
+
+
+def image_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model takes."""
+    size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+    return config.num_channels, *size
+
+
+def limits_of(base: PreTrainedModel) -> dict[str, int]:
+    """How many ids the tables of a base model have by the argument that holds them, and how many `tokens` it takes."""
+    tables = {name: part for name, part in base.named_modules() if isinstance(part, nn.Embedding)}
+    words = base.get_input_embeddings()
+    limits = {"input_ids": words.num_embeddings} if isinstance(words, nn.Embedding) else {}
+    for name, table in tables.items():
+        if name.endswith("token_type_embeddings"):
+            limits["token_type_ids"] = table.num_embeddings
+        elif name.endswith("position_embeddings"):
+            limits["position_ids"] = table.num_embeddings
+            # Those that have one begin after the position of padding.
+            limits["tokens"] = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+    return limits
 
 
 def strip(model: PreTrainedModel) -> None:

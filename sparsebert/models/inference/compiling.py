@@ -19,7 +19,7 @@ from ...version import __version__
 from ..architectures import input_shape, num_positions
 from ..model_configs import derived_class
 from ..unpadding import mixes_neighbors
-from .compiled_models import IMAGES, CompiledBase, CompiledModel, strip, traced_names
+from .compiled_models import IMAGES, CompiledBase, CompiledModel, image_shape, limits_of, strip, traced_names
 
 
 logger = logging.get_logger(__name__)
@@ -93,11 +93,13 @@ def compile(
     base: Any = inner.base_model
     former = type(base)
     base.__class__ = derived_class(CompiledBase, former)
+    vars(base)["limits"] = limits_of(base)
     try:
         graph, found = _chosen(inner, module, precision, batches, min_cosine)
     except BaseException:
         base.__class__ = former
-        vars(base).pop("graph", None)
+        for name in ("graph", "limits"):
+            vars(base).pop(name, None)
         raise
     versions = {"sparsebert": __version__, engine: module.VERSION}
     finish(inner, graph, {"engine": engine, "precision": graph.precision, **found, "versions": versions})
@@ -111,6 +113,7 @@ def finish(model: Any, graph: Any, compiled_as: dict[str, Any], skip_padding: bo
         base.__class__ = derived_class(CompiledBase, type(base))
     if base is not model:
         model.__class__ = derived_class(CompiledModel, type(model))
+    vars(base)["limits"] = limits_of(base)
     for part in {base, model}:
         vars(part).update(graph=graph, compiled_as=compiled_as)
     strip(model)
@@ -190,8 +193,7 @@ def _example(base, names):
     """Tensors of the right kind: batches of more than one, since sizes of 1 would be taken for constants."""
     config = base.config
     if names == IMAGES:
-        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
-        return {names[0]: torch.zeros(2, config.num_channels, *size)}
+        return {names[0]: torch.zeros(2, *image_shape(config))}
     ids = torch.full((2, 7), 1 if config.pad_token_id == 0 else 0, dtype=torch.long)
     example = {name: torch.zeros_like(ids) for name in names} | {"input_ids": ids}
     if "attention_mask" in names:

@@ -8,6 +8,7 @@ Letters: B batch, H heads, n tokens, d head size.
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -36,6 +37,7 @@ logger = transformers_logging.get_logger(__name__)
 
 VERSION = openvino.__version__.partition("-")[0]
 GRAPH_NAME, WEIGHTS_NAME = "openvino_model.xml", "openvino_model.bin"
+FILE_NAMES = (GRAPH_NAME, WEIGHTS_NAME)
 # What OpenVINO calls the precisions. Linear layers in int8 leave the others to the second best.
 _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 _NUMBER = "call"  # the graph's input that says which call of it this is
@@ -113,9 +115,18 @@ def _as_torch(tensor):
 
 
 @cache
-def _core():
+def _made_core():
     core = openvino.Core()
     core.add_extension(SparseAttentionOperator)
+    return core, os.getpid()
+
+
+def _core():
+    core, process = _made_core()
+    if process != os.getpid():  # its threads are not here, and would be waited for
+        raise RuntimeError(
+            "OpenVINO does not run in a process that was forked from one that used it: use the start method 'spawn'"
+        )
     return core
 
 
@@ -148,10 +159,12 @@ class OpenVinoGraph:
         self.recorded: list[dict[str, np.ndarray]] | None = None
 
     def __reduce__(self) -> tuple:
-        files = {name: (self.folder / name).read_bytes() for name in (GRAPH_NAME, WEIGHTS_NAME)}
-        return _graph_of_files, (files, self.precision)
+        return _graph_of_files, (self.files(), self.precision)
 
-    file_names = (GRAPH_NAME, WEIGHTS_NAME)
+    def files(self) -> dict[str, bytes]:
+        """The graph as files, by their names. Those of its folder may be of another one by now."""
+        saved = _saved(self._model, self.precision)
+        return {name: (saved.folder / name).read_bytes() for name in FILE_NAMES}
 
     @property
     def inputs(self) -> set[str]:
@@ -160,6 +173,7 @@ class OpenVinoGraph:
 
     def _request(self, all_states):
         """The inference request of this thread, for the last hidden states or for those of all layers."""
+        core = _core()
         with self._compiling:
             if all_states not in self._compiled:
                 hint = _HINTS[self.precision] if "bfloat16" in precisions() else "f32"
@@ -175,7 +189,7 @@ class OpenVinoGraph:
                     # Threads that operators start would otherwise inherit a single core.
                     "ENABLE_CPU_PINNING": False,
                 }
-                self._compiled[all_states] = _core().compile_model(model, "CPU", options)
+                self._compiled[all_states] = core.compile_model(model, "CPU", options)
         requests = vars(self._local)
         name = f"request_{all_states}"
         if name not in requests:
