@@ -41,7 +41,8 @@ class Command:
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
         defaults (`dict[str, dict]`): By section, defaults that differ from those of the dataclass, for the help.
         choices (`dict[str, Iterable[str]]`): What fields accept, for the help; registries of the package are known.
-        replaced (`dict[str, tuple]`): By the `"section.field"` of a flag, fields of the recipe that it drops.
+        replaced (`dict[str, tuple]`): By the `"section.field"` or `"section.field=value"` of a flag, fields of the
+            recipe that it drops.
     """
 
     run: "Callable[[dict], Results]"

@@ -3,15 +3,21 @@ The words of a command line: a recipe or names, then `--field value`, `--field=v
 
 Every flag is a field of a section: `--learning_rate 1e-3` sets the field of that name in the one section that has it.
 A truth value may be left out, so that `--field` is `--field true`; a field that takes a list takes several values.
+The last value of a flag that is given several times counts, with a warning.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
-from ..checks import nearest
+from transformers.utils import logging
+
+from ..checks import nearest, printable, shortened
 from ..recipe_files import FieldTypes, convert_words, field_types, load_recipe, unknown
 from ._command import Command
 
+
+logger = logging.get_logger(__name__)
 
 _SHORT = {"-o": "--output"}
 
@@ -33,9 +39,11 @@ def read_words(words: Sequence[str], command: Command) -> dict[str, dict]:
             raise ValueError(f"expected --field value, got {names[1]!r}")
     found = [(f"--{flag}", *_locate(flag, known), given) for flag, given in flags]
     for _, section, field, given in found:
-        for other in command.replaced.get(f"{section}.{field}", ()) if given != ["null"] else ():
+        keys = (f"{section}.{field}", f"{section}.{field}={' '.join(given)}")
+        for other in [each for key in keys for each in command.replaced.get(key, ())] if given != ["null"] else ():
             replaced_section, _, replaced_field = other.partition(".")
             values[replaced_section].pop(replaced_field, None)
+    _warn_of_repeated(found)
     for flag, section, field, given in found:
         if names and (section, field) == command.positional:
             raise ValueError(f"{flag} is given twice: {', '.join(map(repr, names))} before the first flag sets it")
@@ -44,6 +52,15 @@ def read_words(words: Sequence[str], command: Command) -> dict[str, dict]:
         raise ValueError(f"recipe {names[0]} sets nothing: expected sections with fields")
     _check_required(values, command)
     return values
+
+
+def _warn_of_repeated(found):
+    last = {(section, field): (flag, given) for flag, section, field, given in found}
+    counts = Counter((section, field) for _, section, field, _ in found)
+    for place, (flag, given) in last.items():
+        if counts[place] > 1:
+            value = shortened(printable(" ".join(given) or "true"))
+            logger.warning(f"{flag} is given {counts[place]} times: the last value counts, {value}")
 
 
 def _check_required(values, command):

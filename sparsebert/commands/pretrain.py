@@ -11,13 +11,16 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..analysis.reporting.reports import report_tables
-from ..learning.mask_description import PATTERN_FIELDS, STATE_FIELDS, allowed_fields
+from ..learning.mask_description import PATTERN_FIELDS, STATE_FIELDS, allowed_fields, fields_of_search
+from ..learning.searches import SEARCHES
 from ..training.pretraining.pretraining_run import SECTIONS, pretrain
 from ._command import Command, Results
 
 
 # What describes a search, and what a fixed mask. Layers may share a mask that is pruned, whatever it was before.
-_SEARCHED = ("search", *sorted(set(allowed_fields("dam_s")) - set(allowed_fields("window")) - {"share_layers"}))
+_OF_SEARCHES = {name: set(fields_of_search(name)) for name in SEARCHES}
+_OF_ANY = set().union(*_OF_SEARCHES.values())
+_SEARCHED = ("search", *sorted(_OF_ANY - set(allowed_fields("window")) - {"share_layers"}))
 _SEARCH = (
     *(f"model.{name}" for name in _SEARCHED),
     *(f"data.{name}" for name in ("freeze_threshold", "freeze_sparsity", "search_end")),
@@ -36,6 +39,11 @@ def command(words):
             "model.search": ("data.mask", *_PATTERN),
             "model.pattern": ("data.mask", "model.pattern_kwargs", "model.head_configuration", *_SEARCH),
             "data.mask": (*_SEARCH, *_PATTERN),
+            # What another search has a use for.
+            **{
+                f"model.search={name}": tuple(f"model.{field}" for field in sorted(_OF_ANY - of_search))
+                for name, of_search in _OF_SEARCHES.items()
+            },
         },
     )
 

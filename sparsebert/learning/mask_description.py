@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub.dataclasses import strict
+from transformers.utils import logging
 
 from ..attention.biases.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
@@ -22,6 +23,8 @@ from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SparseMask
 from .searches import SEARCHES
 from .selection import SCOPES
 
+
+logger = logging.get_logger(__name__)
 
 Description = TypeVar("Description", bound="MaskFields")
 
@@ -217,6 +220,11 @@ class MaskFields:
                 "use 'first' or 'none'"
             )
         check_probability_map(self.probability_map, self.probability_map_kwargs or {}, num_positions)
+        if self.mask_length is not None and self.mask_length > num_positions:
+            logger.warning_once(
+                f"mask_length {self.mask_length} is longer than any input that the model takes: it has "
+                f"{num_positions} positions"
+            )
         if self.skip_padding and is_decoder:
             raise ValueError("skip_padding true has no meaning with is_decoder true: set it to false")
 
@@ -297,6 +305,11 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
     if mask_or_search in SEARCHES:
         return tuple(name for name in _about(SEARCH, SHAPE, USE, RUN) if name != "search")
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
+
+
+def fields_of_search(search: str) -> tuple[str, ...]:
+    """Those of [`allowed_fields`] that a recipe may set for this search: a tile size is only for a search of tiles."""
+    return tuple(name for name in allowed_fields(search) if name != "block_size" or SEARCHES[search].form == "blocks")
 
 
 def default_mask_length(num_positions: int) -> int:

@@ -159,17 +159,36 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--seed 1 --seed 2", ["--seed is given 2 times: the last value counts, 2"]),
+        ("--seed 1 --training.seed 2 --seed=3 --nsp", ["--seed is given 3 times: the last value counts, 3"]),
+        ("--nsp false --nsp --overwrite", ["--nsp is given 2 times: the last value counts, true"]),
+        ("--seed 1 --search dam_u --nsp", []),
+    ],
+)
+def test_a_flag_that_is_given_again_is_said(monkeypatch, words, said):
+    warned = []
+    monkeypatch.setattr("sparsebert.commands._words.logger.warning", warned.append)
+    parse(["pretrain", "small", *words.split()])
+    assert warned == said
+
+
+@pytest.mark.parametrize(
     "words, model, data",
     [
         ("small --pattern window", {"pattern": "window"}, {}),
         ("small --mask found", {}, {"mask": "found"}),
         ("learned_mask --pattern window --mask_seed 3", {"pattern": "window", "mask_seed": 3}, {}),
         ("language_modelling --search dam_s", {"search": "dam_s"}, {}),
+        ("tiles --search dam_s", {"search": "dam_s", "sparsity_weight": 0.0}, {}),
+        ("tiles --search=dam_b", {"search": "dam_b", "sparsity_weight": 0.0, "block_size": 64}, {}),
         ("small --pattern null", {"sparsity_weight": 1e-4, "pattern": None}, {}),
     ],
 )
 def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model, data):
     _, values = parse(["pretrain", *words.split()])
     about = {"search", "pattern", "pattern_kwargs", "mask_seed", "sparsity_weight", "target_sparsity", "mask"}
+    about.add("block_size")
     assert {name: value for name, value in values["model"].items() if name in about} == model
     assert {name: value for name, value in values["data"].items() if name in {*about, "search_end"}} == data

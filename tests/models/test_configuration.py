@@ -218,6 +218,14 @@ def test_fields_of_a_derived_configuration_stay(tiny_config, tmp_path):
         assert OwnConfig.from_pretrained(tmp_path, own_field=8).own_field == 8
 
 
+@pytest.mark.parametrize("length, said", [(40, 0), (41, 1)])
+def test_a_mask_longer_than_any_input_is_said_once(monkeypatch, tiny_config, length, said):
+    warned = []
+    monkeypatch.setattr("sparsebert.learning.mask_description.logger.warning_once", warned.append)
+    tiny_config(mask_length=length, max_position_embeddings=40)
+    assert len(warned) == said and all("longer than any input that the model takes" in line for line in warned)
+
+
 @pytest.mark.parametrize("fields", [{"target_sparsity": 0.9}, {"mask_length": 16}, {"special_tokens": "none"}])
 def test_fields_that_a_frozen_mask_cannot_follow(tiny_config, tmp_path, fields):
     model = SparseBertModel(tiny_config(search="dam_s", target_sparsity=0.7))

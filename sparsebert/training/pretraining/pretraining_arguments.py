@@ -20,7 +20,7 @@ from ...checks import (
 )
 from ...files import check_makeable
 from ...hub import HubArguments, mask_arguments, read_config
-from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields
+from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields, fields_of_search
 from ...learning.searches import SEARCHES
 from ...masks.patterns import PATTERNS
 from ...models.architectures import num_positions
@@ -222,7 +222,7 @@ def _check_given_mask(data, model):
     elif pattern:
         kind, fits = f"the pattern {pattern!r}", {"pattern", *allowed_fields(pattern)}
     elif search or not data.base_model:
-        kind, fits = f"the search {search or 'dam_s'!r}", {"search", *allowed_fields(search or "dam_s")}
+        kind, fits = f"the search {search or 'dam_s'!r}", {"search", *fields_of_search(search or "dam_s")}
     else:
         return  # the weights to start from have a mask or search of their own
     if data.pruning:

@@ -22,7 +22,7 @@ from ...checks import (
 )
 from ...data.tasks import TASKS
 from ...hub import HubArguments, mask_arguments, read_config
-from ...learning.mask_description import MASK_FIELDS, allowed_fields
+from ...learning.mask_description import MASK_FIELDS, fields_of_search
 from ...learning.searches import SEARCHES
 from ...masks.matched import VARIED, matched_pattern
 from ...masks.patterns import PATTERNS, build_pattern
@@ -285,8 +285,10 @@ def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[s
     for name, why in _SET_HERE.items():
         if given.get(name) is not None:
             raise no_effect(f"--model.{name}", given[name], why)
-    allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
-    why = "here: the mask is given" if options.mask else "here: the model keeps its own configuration"
+    allowed = MASK_FIELDS if options.mask else (*fields_of_search(fields["search"]), "search")
+    why = "here: the mask is given"
+    if not options.mask:
+        why = f"with the search {fields['search']!r}, and the model keeps its own configuration"
     check_allowed("--model", fields, {*allowed, "target_sparsity"}, why)
     if options.mask and not options.recover:
         raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
