@@ -14,6 +14,7 @@ from ..data.documents import load_documents
 from ..files import METRICS_NAME, check_other_folder, within, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
+from ..models.inference.compiled_files import check_not_compiled
 from ..models.inference.compiling import ENGINES, MIN_COSINE, PRECISIONS, compile, engine_module
 from ..models.loading import carries_mask, check_folder, load, read_model
 from ..models.model_classes import model_class_of
@@ -67,6 +68,7 @@ def run(values):
         raise ValueError("precision 'int8' needs data: texts like those that the model is for")
     engine_module(options.engine)
     check_folder(options.model, "model", subfolder=options.subfolder)
+    check_not_compiled(options.model, "model", options.subfolder)
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     check_free(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)

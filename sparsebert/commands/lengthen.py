@@ -12,6 +12,7 @@ from ..files import check_other_folder, within
 from ..finite_weights import check_weights
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
+from ..models.inference.compiled_files import check_not_compiled
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, read_model
 from ..models.model_classes import model_class_of
@@ -57,6 +58,7 @@ def run(values):
     check_choice("method", options.method, METHODS)
     check_range("length", options.length, 1, MAX_POSITIONS)
     check_folder(options.model, "model", subfolder=options.subfolder)
+    check_not_compiled(options.model, "model", options.subfolder)
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     check_free(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.pushing import push_folder
+from ..models.inference.compiled_files import check_not_compiled
 from ._command import Command, Results
 
 
@@ -43,6 +44,8 @@ def command(words):
 
 def run(values):
     options = PushArguments(**values["push"])
+    if not options.mask_only:
+        check_not_compiled(options.folder, "folder")
     done, names = push_folder(**vars(options))
     url = done.pr_url or done.commit_url
     notes = [f"pushed {', '.join(names)}", url]

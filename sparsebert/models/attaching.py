@@ -25,6 +25,7 @@ from ..masks.sparse_mask import SparseMask
 from .architectures import attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
+from .inference.compiled_models import check_not_compiled
 from .model_configs import STOCK_NAMED, AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
 from .saving import AttachedModel, check_base
 from .sparse_attention import SparseAttention, get_sparse_attention
@@ -128,6 +129,7 @@ def attach(
     inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"attach needs a model of transformers, got {type(inner).__name__}")
+    check_not_compiled(inner, "attach")
     if sparse_attention_of(inner) is not None:
         raise ValueError(
             f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
@@ -239,6 +241,7 @@ def detach(model: Model) -> Model:
         ValueError: If no mask was attached to it.
     """
     inner = without_adapters(model)
+    check_not_compiled(inner, "detach")
     if not isinstance(inner, AttachedModel):
         base = getattr(inner, "base_model", None)
         hint = "there is nothing to detach"

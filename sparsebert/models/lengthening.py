@@ -15,6 +15,7 @@ from ..attention.model_masks import without_adapters
 from ..checks import check_choice
 from .architectures import first_position
 from .bert.token_mixers import fixed_length
+from .inference.compiled_models import check_not_compiled
 
 
 METHODS = ("tile", "interpolate")
@@ -26,6 +27,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 def _position_embeddings(model):
     """The module with the position embeddings, their table, and o."""
+    check_not_compiled(model, "extend_positions")
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
     if not isinstance(table, nn.Embedding):

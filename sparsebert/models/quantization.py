@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .inference.compiled_models import check_not_compiled
+
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -47,6 +49,7 @@ def quantize(model: Model) -> Model:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"quantize needs a model of transformers, got {type(model).__name__}")
+    check_not_compiled(model, "quantize")
     try:
         from torch.ao.nn.quantized import dynamic
         from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic

@@ -480,6 +480,38 @@ def test_loadings_that_are_refused(saved_engine, tmp_path):
             load(saved_engine, **arguments)
 
 
+@MASKED
+def test_what_changes_a_model_refuses_a_compiled_one(masked):
+    engine = compiled(a_model(masked=masked))
+    for use, message in (
+        (lambda: attach(engine, a_mask()), "attach: this BertModel is compiled"),
+        (lambda: sparsebert.detach(engine), "detach: this BertModel is compiled"),
+        (lambda: sparsebert.quantize(engine), "quantize: this BertModel is compiled"),
+        (lambda: sparsebert.extend_positions(engine, 80), "extend_positions: this BertModel is compiled"),
+        (lambda: engine.resize_token_embeddings(200), "'embeddings': it is compiled, and what its graph holds"),
+        (lambda: torch.export.export(engine, (IDS,)), "cannot be exported or traced"),
+        (lambda: torch.jit.trace(engine, (IDS,), strict=False), "cannot be exported or traced"),
+    ):
+        with pytest.raises((ValueError, AttributeError), match=message):
+            use()
+    assert outputs(engine, BATCHES[0]).last_hidden_state.isfinite().all()
+
+
+def test_commands_that_refuse_its_folder(saved_engine, tmp_path, capsys):
+    out = f"--output_dir {tmp_path / 'out'}"
+    (tmp_path / "texts.txt").write_text("w1 w2")
+    for words in (
+        f"push {saved_engine} --repo_id user/name",
+        f"compile {saved_engine} {out}",
+        f"lengthen {saved_engine} --length 80 {out}",
+        f"finetune --model {saved_engine} --task sst2 {out}",
+        f"search --model {saved_engine} --data {tmp_path / 'texts.txt'} --target_sparsity 0.9 {out}",
+    ):
+        assert main(words.split()) == 2
+        assert "holds a compiled model, for inference alone: use the model it is made of" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_in_a_folder_is_not_lost(saved_engine, tmp_path):
     for name, save, message in (
         ("model", base_model("bert").save_pretrained, "holds model.safetensors, of a model that is not compiled"),

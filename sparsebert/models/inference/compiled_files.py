@@ -33,6 +33,12 @@ def is_compiled(source: str | PathLike, subfolder: str | None = None) -> bool:
     return Path(source, subfolder or "", ENGINE_NAME).is_file()
 
 
+def check_not_compiled(source: str | PathLike, field: str, subfolder: str | None = None) -> None:
+    """Refuse the folder of a compiled model, which `field` names in the message, for all but inference."""
+    if is_compiled(source, subfolder):
+        raise ValueError(f"{field}: {source} holds a compiled model, for inference alone: use the model it is made of")
+
+
 def save_compiled(model: Any, folder: str | PathLike) -> None:
     """Write a compiled model into a folder, in which it may replace another one."""
     folder, base = Path(folder), model.base_model

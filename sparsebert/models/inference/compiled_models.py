@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
+from ...masks.exported import exporting
 from ..model_configs import Derived
 from ..unpadding import default_positions, pooled
 from .compiled_files import save_compiled
@@ -62,6 +63,13 @@ class CompiledModel(Derived):
         """Type of the outputs."""
         return torch.float32
 
+    def __getattr__(self, name: str) -> Any:
+        stock: Any = super()
+        try:
+            return stock.__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}: it is compiled, and what its graph holds is no part of it") from None
+
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         moved = fn(torch.zeros(1))
         if moved.dtype != torch.float32 or moved.device.type != "cpu":
@@ -96,6 +104,12 @@ class CompiledBase(CompiledModel):
         super().__init_subclass__(**kwargs)
 
 
+def check_not_compiled(model: Any, use: str) -> None:
+    """Refuse a compiled model, or a head on one, for a use that changes what is in its graph."""
+    if isinstance(model, CompiledModel) or isinstance(getattr(model, "base_model", None), CompiledModel):
+        raise ValueError(f"{use}: this {type(model).__name__} is compiled: use the model that it is made of")
+
+
 def traced_names(base: PreTrainedModel) -> tuple[str, ...]:
     """Names of the arguments that the graph of a base model takes."""
     names = inspect.signature(type(base).forward).parameters
@@ -108,6 +122,8 @@ def traced_names(base: PreTrainedModel) -> tuple[str, ...]:
 
 def _run(base, given):
     given = {name: value for name, value in given.items() if value is not None}
+    if exporting():
+        raise ValueError("a compiled model cannot be exported or traced: export the model that it is made of")
     mask_inputs = given.pop("mask_inputs", None)
     if base.training:
         raise ValueError("a compiled model is for inference: call eval() before it, or train the model it is made of")

@@ -18,6 +18,7 @@ from ...files import check_other_folder, within
 from ...hub import check_available
 from ...masks.mask_files import MASK_CONFIG_NAME, check_undamaged
 from ...masks.patterns import PATTERNS
+from ...models.inference.compiled_files import check_not_compiled
 from ...models.loading import check_folder
 
 
@@ -43,6 +44,8 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
     if folder.is_dir() and "subfolder" in hub_arguments:
         folder = folder / hub_arguments["subfolder"]
         name = str(folder)
+    if field != "mask":
+        check_not_compiled(folder, field)
     if not (field == "mask" and name in PATTERNS):
         # Whether a model's folder has a tokenizer is left to its reading, which says more.
         for filenames in SOURCES[field][:2]:
