@@ -18,6 +18,7 @@ from ..masks.pushing import DESCRIPTIONS, own_descriptions, public_content, push
 from ..models.coverage import carriers_in
 from ..models.inference.compiled_files import is_compiled
 from ..models.inference.compiled_loading import load_compiled
+from ..models.inference.compiled_models import CompiledModel
 from ..models.parts import (
     check_names,
     forget_in_parts,
@@ -93,6 +94,12 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
     Save the masks of a model's parts, too, of which [`SparseModelMixin`] knows nothing. Remove that of the model which
     one without a mask replaces.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, CompiledModel):
+            raise ValueError(
+                f"{name} of this {type(model).__name__} is compiled, and would be saved without what is in its graph: "
+                "save it alone, by its own save_pretrained"
+            )
     given = by_name(stock, model, *args, **kwargs)
     folder, parts = Path(given["save_directory"]), parts_with_mask(model)
     is_main, adapter = given.get("is_main_process", True), getattr(model, "_hf_peft_config_loaded", False)

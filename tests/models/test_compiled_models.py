@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -249,9 +250,9 @@ def searching():
     return attach(base_model("bert"), "dam_s")
 
 
-def decoder():
+def decoder(**fields):
     return transformers.BertLMHeadModel(
-        transformers.BertConfig(**MODELS["bert"][1], is_decoder=True, num_hidden_layers=1)
+        transformers.BertConfig(**MODELS["bert"][1], is_decoder=True, num_hidden_layers=1, **fields)
     )
 
 
@@ -371,6 +372,36 @@ def test_a_model_without_parameters_of_its_own():
     for change in (engine.half, lambda: torch.nn.Sequential(engine).to("meta"), lambda: engine.to(torch.bfloat16)):
         with pytest.raises(ValueError, match="stays on the CPU, and its outputs in float32"):
             change()
+
+
+def test_a_part_of_another_model(tmp_path):
+    """It runs there, and is saved alone only."""
+    model = transformers.EncoderDecoderModel(encoder=base_model("bert"), decoder=decoder(add_cross_attention=True))
+    given = {"input_ids": IDS, "decoder_input_ids": IDS[:, :4]}
+    want = outputs(model.eval(), given).logits
+    sparsebert.compile(model.encoder, precision="float32")
+    torch.testing.assert_close(outputs(model, given).logits, want, atol=1e-5, rtol=1e-4)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="encoder of this EncoderDecoderModel is compiled, and would be"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("basic_ios::clear: iostream error")  # what OpenVINO says of it
+
+    monkeypatch.setattr(openvino, "save_model", fail)
+    with pytest.raises(OSError, match="could not be written whole: is the disk full"):
+        compiled(a_model())
+
+
+def test_without_nncf_there_is_no_int8(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(ValueError, match="'int8' needs nncf, which the extra has: here there are float32"):
+        compiled(a_model(), "int8", calibration=BATCHES)
+    monkeypatch.setattr(compiling, "_ROUNDS", 1)
+    assert compiled(a_model(), "auto", calibration=BATCHES).compiled_as["precision"] != "int8"
 
 
 def test_a_forked_process_is_told(monkeypatch):

@@ -85,7 +85,8 @@ def compile(
     check_range("min_cosine", min_cosine, 0, 1, (int, float))
     _check_model(inner)
     if precision not in ("auto", *module.precisions()):
-        raise ValueError(f"precision {precision!r} is not one that this CPU has: use {', '.join(module.precisions())}")
+        needs = "nncf, which the extra has" if precision == "int8" else "a CPU that computes in it"
+        raise ValueError(f"precision {precision!r} needs {needs}: here there are {', '.join(module.precisions())}")
     batches = _batches(inner, calibration, tokenizer or getattr(model, "tokenizer", None))
     if precision == "int8" and not batches:
         raise ValueError("precision 'int8' needs calibration: some hundred texts like those that the model is for")
@@ -211,7 +212,7 @@ def _chosen(model, module, precision, batches, min_cosine):
     exact = vars(base)["graph"] = module.convert(_Traced(base, names), _example(base, names), layers)
     if not batches:
         if precision == "auto":
-            precision = module.precisions()[-2]
+            precision = [name for name in module.precisions() if name != "int8"][-1]
             logger.warning(f"precision auto takes {precision}: there is no calibration data, which others need.")
         return exact.in_precision(precision), {}
     exact.recorded = []

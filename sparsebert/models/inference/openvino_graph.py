@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...attention.backends import run_backend
 from ...attention.mask_inputs import MaskInputs
+from ...files import failed_to_write
 
 
 logger = transformers_logging.get_logger(__name__)
@@ -131,9 +133,9 @@ def _core():
 
 
 def precisions() -> tuple[str, ...]:
-    """The precisions that this CPU computes in, the exact one first."""
+    """The precisions that this CPU computes in and, for int8, NNCF is there for; the exact one first."""
     found = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return ("float32", *(["bfloat16"] if "BF16" in found else []), "int8")
+    return ("float32", *(["bfloat16"] if "BF16" in found else []), *(["int8"] if find_spec("nncf") else []))
 
 
 class OpenVinoGraph:
@@ -264,7 +266,12 @@ def _graph_of_files(files, precision):
 def _saved(model, precision):
     """A graph of OpenVINO in a temporary folder, from which the system may load it piece by piece."""
     owner = tempfile.TemporaryDirectory()
-    openvino.save_model(model, Path(owner.name, GRAPH_NAME), compress_to_fp16=False)
+    try:
+        openvino.save_model(model, Path(owner.name, GRAPH_NAME), compress_to_fp16=False)
+    except RuntimeError as error:
+        if (reason := failed_to_write(error)) is not None:
+            raise OSError(f"{owner.name}: {reason}") from error
+        raise
     return OpenVinoGraph(Path(owner.name), precision, owner)
 
 
