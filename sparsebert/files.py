@@ -53,6 +53,8 @@ TASK_FILES = (
     *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
     *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),
 )
+# What a compiled model was made with, its head, and its graph.
+ENGINE_NAME, HEAD_NAME, GRAPH_FILES = "engine.json", "head.safetensors", ("openvino_model.xml", "openvino_model.bin")
 # Folders that are written in an output folder: checkpoints, and the runs of a seed or of the settings in a grid.
 CHECKPOINT, RUN_FOLDER = re.compile(r"checkpoint-\d+"), re.compile(r"seed-\d+|\w+=[^/]*")
 # The name of a file that is being written, until it takes its place.

@@ -17,7 +17,10 @@ from .file_kinds import kind_of, read_plain
 from .files import (
     ASIDE_NAME,
     CHECKPOINT,
+    ENGINE_NAME,
     EXPERIMENT_NAME,
+    GRAPH_FILES,
+    HEAD_NAME,
     LOCK_NAMES,
     METRICS_NAME,
     RECIPE_NAME,
@@ -49,6 +52,7 @@ _REPLACED_OF_KIND = {
     "seeds": (EXPERIMENT_NAME,),
     "glue": (EXPERIMENT_NAME, SUBMISSION_NAME),
     "bleu": ("translations.txt",),
+    "engine": (ENGINE_NAME, HEAD_NAME, *GRAPH_FILES),
 }
 _LOGS_NAME = "runs"
 

@@ -604,6 +604,9 @@ def test_the_command(masked, word_tokenizer, tmp_path, capsys):
         (tmp_path / "out" / name).rename(tmp_path / "out/_unfinished/out" / name)
     assert main(words) == 2 and "holds a finished run" in capsys.readouterr().err
     assert load(tmp_path / "out").compiled_as["precision"] == "int8"
+    words = f"lengthen {tmp_path / 'model'} --length 80 --output_dir {tmp_path / 'out'} --overwrite true"
+    assert main(words.split()) == 0  # another model replaces it
+    assert not (tmp_path / "out/engine.json").exists() and (tmp_path / "out/model.safetensors").exists()
 
 
 def test_a_page_of_sentence_transformers(word_tokenizer, monkeypatch, tmp_path):

@@ -14,12 +14,10 @@ from transformers import PreTrainedConfig
 
 from ...checks import in_short
 from ...file_kinds import check_readable, drop_links
-from ...files import locked_output, make_folder, replace_files
+from ...files import ENGINE_NAME, HEAD_NAME, locked_output, make_folder, replace_files
 from ...masks.mask_files import own_state
 
 
-ENGINE_NAME = "engine.json"
-HEAD_NAME = "head.safetensors"
 # What other libraries would load from the folder.
 _OF_OTHERS = re.compile(
     r"((pytorch_|tf_|adapter_)?model([.-].+)?\.(safetensors|bin|h5)(\.index(\..+)?\.json)?)|adapter_config\.json"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from ...checks import check_choice, in_short
+from ...files import ENGINE_NAME, HEAD_NAME
 from ...hub import read_config
 from ...learning.mask_description import MASK_FIELDS
 from ...masks.mask_files import MASK_CONFIG_NAME
@@ -18,7 +19,7 @@ from ...masks.sparse_mask import SparseMask
 from ..attaching import attach_saved
 from ..bert.configuration_sparsebert import SparseBertConfig
 from ..model_classes import model_class_of
-from .compiled_files import ENGINE_NAME, HEAD_NAME, read_compiled
+from .compiled_files import read_compiled
 from .compiling import PRECISIONS, engine_module, finish
 
 

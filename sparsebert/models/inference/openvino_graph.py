@@ -32,14 +32,14 @@ from transformers.utils import logging as transformers_logging
 
 from ...attention.backends import run_backend
 from ...attention.mask_inputs import MaskInputs
-from ...files import failed_to_write
+from ...files import GRAPH_FILES, failed_to_write
 
 
 logger = transformers_logging.get_logger(__name__)
 
 VERSION = openvino.__version__.partition("-")[0]
-GRAPH_NAME, WEIGHTS_NAME = "openvino_model.xml", "openvino_model.bin"
-FILE_NAMES = (GRAPH_NAME, WEIGHTS_NAME)
+FILE_NAMES = GRAPH_FILES
+GRAPH_NAME = GRAPH_FILES[0]
 # What OpenVINO calls the precisions. Linear layers in int8 leave the others to the second best.
 _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 _NUMBER = "call"  # the graph's input that says which call of it this is
