@@ -14,12 +14,12 @@ from ..data.documents import load_documents
 from ..files import METRICS_NAME, check_other_folder, within, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
-from ..models.inference.compiled_files import check_not_compiled
+from ..models.inference.compiled_files import check_alone, check_not_compiled
 from ..models.inference.compiling import ENGINES, MIN_COSINE, PRECISIONS, compile, engine_module
 from ..models.loading import carries_mask, check_folder, load, read_model
 from ..models.model_classes import model_class_of
 from ..models.sentence_files import copy_sentence_files
-from ..output_folders import check_free, written_whole
+from ..output_folders import check_free, weights_and_checkpoints, written_whole
 from ._command import Command, Results
 
 
@@ -71,6 +71,8 @@ def run(values):
     check_not_compiled(options.model, "model", options.subfolder)
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     check_free(options.output_dir, options.overwrite)
+    output = Path(options.output_dir)
+    check_alone(output, "choose another output_dir", weights_and_checkpoints(output))
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):
         model = load(source, **hub_arguments)

@@ -541,6 +541,11 @@ def test_commands_that_refuse_its_folder(saved_engine, tmp_path, capsys):
         assert main(words.split()) == 2
         assert "holds a compiled model, for inference alone: use the model it is made of" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    base_model("bert").save_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/adapter_config.json").write_text("{}")
+    assert main(f"compile {tmp_path / 'model'} {out} --overwrite true".split()) == 2
+    assert "holds adapter_config.json, of a model that is not" in capsys.readouterr().err
 
 
 def test_what_is_in_a_folder_is_not_lost(saved_engine, tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import tempfile
+from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def check_not_compiled(source: str | PathLike, field: str, subfolder: str | None
 def save_compiled(model: Any, folder: str | PathLike) -> None:
     """Write a compiled model into a folder, in which it may replace another one."""
     folder, base = Path(folder), model.base_model
-    _check_alone(folder, "choose another folder")
+    check_alone(folder, "choose another folder")
     if not is_compiled(folder) and (state := own_state(folder)):
         raise ValueError(f"{folder} holds a mask or search, {min(state)}, which would be lost: choose another folder")
     make_folder(folder, "save_directory")
@@ -65,10 +66,10 @@ def save_compiled(model: Any, folder: str | PathLike) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _check_alone(folder, advice):
-    """A folder must say one thing."""
+def check_alone(folder: Path, advice: str, replaced: Collection[Path] = ()) -> None:
+    """Refuse a folder that holds something else to load, but for what is `replaced`: it must say one thing."""
     for path in sorted(folder.glob("*")):
-        if _OF_OTHERS.fullmatch(path.name):
+        if _OF_OTHERS.fullmatch(path.name) and path not in replaced:
             raise ValueError(f"{folder} holds {path.name}, of a model that is not compiled or of an adapter: {advice}")
 
 
@@ -94,7 +95,7 @@ def read_compiled(folder: Path) -> dict[str, Any]:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({in_short(error)}): compile the model again") from error
-    _check_alone(folder, f"delete it to have the compiled model, or {ENGINE_NAME} to have the other")
+    check_alone(folder, f"delete it to have the compiled model, or {ENGINE_NAME} to have the other")
     if state := own_state(folder) - files.keys():
         raise ValueError(f"{folder / min(state)} is not of the compiled model there, and would be ignored: move it")
     for name, expected in files.items():
