@@ -462,7 +462,7 @@ DAMAGED = {
     "mask": (damage("mask.safetensors", b"x"), "mask.safetensors is not the file"),
     "missing": (lambda folder: (folder / "head.safetensors").unlink(), "head.safetensors is missing"),
     "description": (damage("engine.json", b"{"), "engine.json is damaged"),
-    "wrong types": (damage("engine.json", b'{"engine": 5}'), "engine.json is damaged"),
+    "wrong types": (damage("engine.json", b'{"engine": 5, "files": {}}'), "engine.json is damaged"),
     "a dense model beside it": (
         damage("model.safetensors", b"x"),
         "holds model.safetensors, of a model that is not compiled",
@@ -551,7 +551,7 @@ def test_commands_that_refuse_its_folder(saved_engine, tmp_path, capsys):
 def test_what_is_in_a_folder_is_not_lost(saved_engine, tmp_path):
     for name, save, message in (
         ("model", base_model("bert").save_pretrained, "holds model.safetensors, of a model that is not compiled"),
-        ("mask", a_mask().save_pretrained, "holds a mask or search, mask.safetensors, which would be lost"),
+        ("mask", a_mask().save_pretrained, "holds mask.safetensors, which would be lost"),
         ("pipe", lambda folder: folder.mkdir() or os.mkfifo(folder / "config.json"), "config.json is a pipe"),
     ):
         save(tmp_path / name)
@@ -559,6 +559,16 @@ def test_what_is_in_a_folder_is_not_lost(saved_engine, tmp_path):
         with pytest.raises((ValueError, OSError), match=message):
             load(saved_engine).save_pretrained(tmp_path / name)
         assert sorted(path.name for path in (tmp_path / name).iterdir() if path.name[0] != "_") == before
+
+
+def test_a_file_of_another_tool_is_left_alone(saved_engine, tmp_path):
+    model = base_model("bert")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "engine.json").write_text('{"version": 1}')
+    assert_same(transformers.BertModel.from_pretrained(tmp_path), model, BATCHES[0])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds engine.json, which would be lost"):
+        load(saved_engine).save_pretrained(tmp_path)
 
 
 def test_a_folder_that_changes_while_its_model_is_used(saved_engine, tmp_path, monkeypatch):

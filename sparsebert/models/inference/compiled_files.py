@@ -14,7 +14,7 @@ from huggingface_hub.utils.sha import sha_fileobj
 from transformers import PreTrainedConfig
 
 from ...checks import in_short
-from ...file_kinds import check_readable, drop_links
+from ...file_kinds import check_readable, drop_links, read_plain
 from ...files import ENGINE_NAME, HEAD_NAME, locked_output, make_folder, replace_files
 from ...masks.mask_files import own_state
 
@@ -28,8 +28,15 @@ _MAX_BYTES = 1 << 20  # of engine.json
 
 
 def is_compiled(source: str | PathLike, subfolder: str | None = None) -> bool:
-    """Whether a folder holds a compiled model."""
-    return Path(source, subfolder or "", ENGINE_NAME).is_file()
+    """Whether a folder holds a compiled model, be it damaged: what names its files is not that of another tool."""
+    path = Path(source, subfolder or "", ENGINE_NAME)
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        return path.is_file()
+    try:
+        content = json.loads(read_plain(path))
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(content, dict) and bool(content.keys() & {"precision", "files"})
 
 
 def check_not_compiled(source: str | PathLike, field: str, subfolder: str | None = None) -> None:
@@ -42,8 +49,10 @@ def save_compiled(model: Any, folder: str | PathLike) -> None:
     """Write a compiled model into a folder, in which it may replace another one."""
     folder, base = Path(folder), model.base_model
     check_alone(folder, "choose another folder")
-    if not is_compiled(folder) and (state := own_state(folder)):
-        raise ValueError(f"{folder} holds a mask or search, {min(state)}, which would be lost: choose another folder")
+    if not is_compiled(folder):
+        there = own_state(folder) | {name for name in (ENGINE_NAME,) if (folder / name).is_file()}
+        if there:
+            raise ValueError(f"{folder} holds {min(there)}, which would be lost: choose another folder")
     make_folder(folder, "save_directory")
     sparse_attention = base._modules.get("sparse_attention")
     model.config.architectures = [type(model).__name__]
