@@ -7,6 +7,8 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 import copy
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from transformers.utils import logging
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.kernels import compilation, cpu
 from sparsebert.attention.kernels.compilation import LEVELS, library_name
-from sparsebert.attention.kernels.cpu import compressed_rows, find_level, signed_offsets, unavailable
+from sparsebert.attention.kernels.cpu import compressed_rows, find_level, signed_offsets, sleeping_threads, unavailable
 
 
 HEADS = 3
@@ -556,3 +558,23 @@ def test_packed_sequences_get_what_they_get_alone(number):
         for row, place in enumerate(places):
             expected[0, :, place] = want[row, :, padding[row]]
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_threads_that_sleep_between_loops():
+    """The same results as on PyTorch's threads: again and again, for several callers at once, and after a fork."""
+    mask = build_pattern("window", 200, 4, window_size=9)
+    query, key, value = torch.randn(3, 2, 4, 200, 32).unbind()
+
+    def run(loop=sleeping_threads):
+        with loop():
+            return sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+
+    want = run(nullcontext)
+    assert all(torch.equal(run(), want) for _ in range(20))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(each, want) for each in pool.map(lambda _: run(), range(40)))
+    if hasattr(os, "fork"):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(run(), want) else 1)
+        assert os.waitpid(child, 0)[1] == 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "csr_attention.cpp"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 # Compiler flags, by the vector instructions that PyTorch finds on a machine. Elsewhere than on x86 the compiler's own
 # baseline holds vectors already (NEON on arm64).
 LEVELS: dict[str, tuple[str, ...]] = {"default": ()}

@@ -11,6 +11,9 @@ import functools
 import os
 import struct
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +108,8 @@ def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *op
     # Copies must live until the call has ended.
     arrays = [array if array.stride(3) == 1 or head_size == 1 else array.contiguous() for array in arrays]
     places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
-    operator, parallel_for = _operator()
+    operator, loops = _operator()
+    parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
     error = operator[function](
         _pack(
             *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
@@ -234,13 +238,27 @@ def _is_only_ours(path):
 
 @functools.cache
 def _operator():
-    """The functions of the compiled operator by name, and PyTorch's loop over its threads for them to call."""
+    """The functions of the compiled operator by name, and addresses of the loops over threads for them to call."""
     loaded = load_library(find_level())
     functions = {name: getattr(loaded, name) for name in ("csr_attention", "csr_attention_backward")}
     for function in functions.values():
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
-    parallel_for = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
-    return functions, ctypes.cast(parallel_for, ctypes.c_void_p).value
+    loops = {"torch_parallel_for": ctypes.CDLL(str(torch._C.__file__)), "sleeping_parallel_for": loaded}
+    return functions, {name: ctypes.cast(getattr(home, name), ctypes.c_void_p).value for name, home in loops.items()}
+
+
+# The loop that calls on a thread use, if it is not PyTorch's.
+_loop = threading.local()
+
+
+@contextmanager
+def sleeping_threads() -> Iterator[None]:
+    """Inside, calls on this thread use threads that sleep between them, see `sleeping_threads.h`."""
+    _loop.name = "sleeping_parallel_for"
+    try:
+        yield
+    finally:
+        del _loop.name
 
 
 @functools.cache

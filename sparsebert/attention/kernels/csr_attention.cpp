@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "sleeping_threads.h"
 #include "toeplitz.h"
 
 namespace {
@@ -299,12 +300,23 @@ const char* message(Function&& function) {
   return nullptr;
 }
 
+// Of the call that this thread is in.
+thread_local int64_t num_threads = 1;
+
 }  // namespace
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
+// A `ParallelFor` on threads that sleep between loops, as many as the arguments of the call say.
+EXPORTED int32_t sleeping_parallel_for(int64_t begin, int64_t end, int64_t, SleepingThreads::Function function,
+                                       void* context) {
+  SleepingThreads::loop(begin, end, num_threads, function, context);
+  return 0;
+}
+
 EXPORTED const char* csr_attention(const Arguments* arguments) {
   const auto& a = *arguments;
+  num_threads = a.threads;
   return message([&] {
     const auto p = problem(a, 2);
     const auto output = results(a.output, a, p);
@@ -324,6 +336,7 @@ EXPORTED const char* csr_attention(const Arguments* arguments) {
 
 EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
   const auto& a = *arguments;
+  num_threads = a.threads;
   return message([&] {
     const auto p = problem(a, 4);
     const Rows grad(a.output, a);

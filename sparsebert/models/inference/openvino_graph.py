@@ -31,6 +31,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ...attention.backends import run_backend
+from ...attention.kernels.cpu import sleeping_threads
 from ...attention.mask_inputs import MaskInputs
 from ...files import GRAPH_FILES, failed_to_write
 
@@ -102,8 +103,10 @@ class SparseAttentionOperator(openvino.Op):
             query, key, value = states
             if key.shape[1] != query.shape[1]:  # several query heads share a key head
                 key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-            output = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
-            _as_torch(outputs[0]).copy_(output)
+            with sleeping_threads():
+                output = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
+            # NumPy copies on this thread: those of PyTorch would wait busily afterwards.
+            np.copyto(outputs[0].data, _as_numpy(output))
         except BaseException as error:
             call.error = error
             raise
@@ -114,6 +117,11 @@ def _as_torch(tensor):
     """The memory of a tensor of OpenVINO, which NumPy has no bfloat16 for."""
     viewed = torch.from_numpy(tensor.data)
     return viewed.view(torch.bfloat16) if tensor.get_element_type() == openvino.Type.bf16 else viewed
+
+
+def _as_numpy(tensor):
+    """The memory of a tensor, as that of OpenVINO is seen."""
+    return (tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @cache
