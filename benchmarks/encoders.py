@@ -372,7 +372,7 @@ def plot(options, result):
         print("no plot: install sparsebert[viz]")
         return
     names = list(dict.fromkeys(cell["model"] for cell in result["cells"]))
-    figure = new_figure(4.6 * len(names) + 0.4, 4.6, "constrained")
+    figure = new_figure(4.6 * len(names) + 0.4, 5.0, "constrained")
     handles = {}
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = sorted((cell for cell in result["cells"] if cell["model"] == name), key=lambda cell: cell["n"])
@@ -394,7 +394,7 @@ def plot(options, result):
         axis.set_xlabel("n, tokens of a sequence")
         axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("tokens per second")
-    ncols = len(handles) // len(KINDS)
+    ncols = 2 * len(names)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols, fontsize=8)
     removed = 100 * (1 - result["cells"][0]["density"])
     figure.suptitle(
