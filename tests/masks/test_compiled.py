@@ -133,7 +133,7 @@ def test_what_is_made_of_fake_tensors_is_not_kept(name):
 
     def attend():
         query, key, value = torch.randn(3, 2, HEADS, 9, 8)
-        return sparse_dot_product_attention(query, key, value, mask, padding, backend=name)
+        return sparse_dot_product_attention(query, key, value, mask, padding, layer=0, backend=name)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert attend().shape == (2, HEADS, 9, 8)
@@ -152,7 +152,7 @@ def test_one_graph_for_sizes_masks_and_dropout_that_vary(name, form):
     first = make_mask() if form == "table" else build_pattern("window", 9, HEADS)
 
     def attention(query, key, value, mask, dropout=0.0):
-        return sparse_dot_product_attention(query, key, value, mask, dropout_p=dropout, backend=name)
+        return sparse_dot_product_attention(query, key, value, mask, layer=0, dropout_p=dropout, backend=name)
 
     at_once = {"table": (None, True), "offsets": (True,)}[form]  # the others are graphs of what it chooses
     for dynamic in at_once if name == "sparse_auto" else (None,):
