@@ -77,6 +77,8 @@ def prepare(parser, arguments):
         tail += "_quick" if options.quick else ""
         options.output = RESULTS / f"{parser.prog.rpartition('.')[2]}_{options.device}{tail}"
     words = parser.prog.split()[1:] + list(sys.argv[1:] if arguments is None else arguments)
+    # Where a file is on one machine means nothing on others.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in words]
     options.command = shlex.join(["python", *words])
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

@@ -165,6 +165,7 @@ def test_encoders_with_weights_and_text(encoder_words, tmp_path):
     encoders.run([*encoder_words, "--precisions", "float32", "--lengths", "64"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
+    assert "--text text.txt" in json.loads((tmp_path / "out.json").read_text())["command"]  # not where it was
     assert set(cell["speed_up"]) == {"float32", "float32 openvino", "best", "limit"}
     assert cell["systems"]["sparse float32 openvino"]["cosine"] == pytest.approx(1, abs=1e-5)
 

@@ -636,3 +636,11 @@ def test_a_page_of_sentence_transformers(word_tokenizer, monkeypatch, tmp_path):
     exec(block.replace("sentence-transformers/all-MiniLM-L6-v2", "./model"), names)
     assert names["model"].encode(names["documents"]) == pytest.approx(names["embeddings"], abs=1e-6)
     assert names["model"].transformers_model.sparse_attention.mask == a_mask()
+
+
+def test_a_cpu_without_bfloat16_is_said(saved_engine, monkeypatch):
+    graphs, said = compiling.engine_module("openvino"), []
+    monkeypatch.setattr(graphs, "precisions", lambda: ("float32", "int8"))
+    monkeypatch.setattr(graphs.logger, "warning_once", said.append)
+    graph = graphs.open_graph(saved_engine, "bfloat16")
+    assert "runs in float32" in said[0] and graph.precision == "bfloat16"

@@ -45,11 +45,8 @@ class CompiledModel(Derived):
         Raises:
             ValueError: If there are weights of a model in the folder, or if the model is to be pushed.
         """
-
         if kwargs.get("push_to_hub"):
-            raise ValueError(
-                "push_to_hub: a compiled model is made for one machine: push the model that it is made of"
-            )
+            self.push_to_hub()
         if kwargs.get("is_main_process", True):
             save_compiled(self, save_directory)
 

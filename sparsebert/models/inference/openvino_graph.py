@@ -159,6 +159,10 @@ class OpenVinoGraph:
     """
 
     def __init__(self, folder: Path, precision: str, owner: Any = None, model: Any = None) -> None:
+        if precision == "bfloat16" and precision not in precisions():
+            logger.warning_once(
+                f"{folder} was compiled in bfloat16, which this CPU lacks: it runs in float32, slower."
+            )
         self.folder, self.precision, self._owner = folder, precision, owner
         self._model = _core().read_model(folder / GRAPH_NAME) if model is None else model
         self._inputs = {each.any_name for each in self._model.inputs}
