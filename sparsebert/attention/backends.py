@@ -18,6 +18,7 @@ from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
 from .padded_tokens import clear_output, clear_padding
 from .probability_maps import PROBABILITY_MAPS
+from .rest import with_rest
 
 
 BACKENDS: dict[str, Backend] = {
@@ -25,7 +26,7 @@ BACKENDS: dict[str, Backend] = {
         eager_attention, prepare_bias, supports=frozenset(WANTED), probability_maps=tuple(PROBABILITY_MAPS)
     ),
     "sparse_sdpa": Backend(
-        sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
+        sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "rest", "window"})
     ),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), raw=True),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse),
@@ -82,6 +83,8 @@ def run_backend(
         output, weights = backend.function(query, key, value, inputs, scaling, dropout)
         return output if documents is None else output.view(rows, -1, *output.shape[2:]), weights
     query, key, value = clear_padding(inputs, scaling, query, key, value)
+    if inputs.rest[0] is not None and inputs.compiled[0] is None:
+        key, value, inputs = with_rest(query, key, value, inputs)
     output, weights = backend.function(query, key, value, inputs, scaling, dropout)
     output = clear_output(inputs, output)
     if documents is None:

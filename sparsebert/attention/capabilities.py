@@ -16,6 +16,7 @@ WANTED = {
     "weights": "output_attentions=True",
     "additive": "a mask that is not frozen, or a 4-D attention_mask",
     "learned": "a mask that is being learned",
+    "rest": "a mask with rest 'mean'",
     "export": "torch.export, torch.onnx.export or torch.jit.trace",
     "window": "sliding windows around special tokens that differ by sequence (use special_tokens 'none')",
 }
@@ -91,7 +92,8 @@ class Backend:
             `"additive"` (the thresholded mask of a search, or a 4-D mask of the caller), `"learned"` (a mask that is
             being learned), `"export"` (consists of PyTorch's operators, so that a graph of it can be exported),
             `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a sliding window
-            that differs by sequence).
+            that differs by sequence), `"rest"` (a mask with a rest, which a backend that reads `inputs.compiled`
+            applies itself; for others it is appended to key, value and bias).
         probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
         raw (`bool`, *optional*, defaults to `False`): Whether `function` takes query, key and value as they are:
             padded tokens with whatever they hold, which must not affect others, and the documents of

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from ..checks import check_range
+from ..masks.compiled_forms import rest_biases
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, choose_backend
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
+from .rest import check_rest
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -62,7 +64,7 @@ def sparse_dot_product_attention(
         probability_map_kwargs (`dict`, *optional*): Parameters of the probability map.
 
     Returns:
-        `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
+        `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded, or have no key and no rest.
     Raises:
         ValueError: If mask and inputs do not fit, or if the backend cannot run them.
     """
@@ -94,10 +96,11 @@ def sparse_dot_product_attention(
         )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
-    if layer is None and mask.num_layers > 1:
-        raise ValueError(f"layer must say which of the mask's {mask.num_layers} layers to apply, got None")
+    num_layers = max(mask.num_layers, len(mask.rest_biases()))
+    if layer is None and num_layers > 1:
+        raise ValueError(f"layer must say which of the mask's {num_layers} layers to apply, got None")
     layer = 0 if layer is None else layer
-    check_range("layer", layer, 0, mask.num_layers - 1 if mask.num_layers > 1 else None)
+    check_range("layer", layer, 0, num_layers - 1 if num_layers > 1 else None)
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
@@ -113,6 +116,7 @@ def sparse_dot_product_attention(
         )
     if is_causal and mask.special_tokens == "first_last":
         raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")
+    check_rest(mask, is_causal, probability_map)
     check_probability_map(probability_map, probability_map_kwargs or {}, num_keys)
     maps = ProbabilityMap(probability_map, probability_map_kwargs, 1, num_heads)
     if maps.alpha_logits is not None:
@@ -122,10 +126,20 @@ def sparse_dot_product_attention(
     sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
     dtype = autocast_dtype(query.device.type, query.dtype)
     request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
-    needs = frozenset({"export"} if exported else ())
+    needs = frozenset(["export"] * exported + ["rest"] * (mask.rest != "none"))
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
     inputs = prepared(
-        MaskInputs(name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys))
+        MaskInputs(
+            name,
+            num_queries,
+            num_keys,
+            query.device,
+            mask,
+            padding,
+            is_causal,
+            probability_map=maps(num_keys),
+            rest=rest_biases(mask, query.device),
+        )
     ).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -57,6 +57,8 @@ class MaskInputs:
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
         dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
             dropout or a layer may run several times.
+        rest (`tuple` of `torch.Tensor`): What is added to the score of the mean key, float32 `(H,)`, see `rest` of
+            [`SparseMask`]; `None` for layers without one.
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
         documents ([`DocumentSpans`], *optional*): Where the sequences are in a batch that is packed otherwise. All
             other fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
@@ -85,6 +87,7 @@ class MaskInputs:
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
+    rest: tuple[torch.Tensor | None, ...] = (None,)
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
@@ -113,7 +116,13 @@ class MaskInputs:
             return values if len(values) == 1 else (values[layer],)
 
         bias, live, compiled, learned = own(self.bias), own(self.live), own(self.compiled), own(self.learned)
+        rest = own(self.rest)
         if attention_mask is not None and attention_mask.dim() == 4:
+            if rest[0] is not None:
+                raise ValueError(
+                    "a mask with rest 'mean' does not support a 4-D attention_mask, got one of shape "
+                    f"{tuple(attention_mask.shape)}"
+                )
             if compiled[0] is not None:
                 raise ValueError(
                     f"{self.backend} does not support a 4-D attention_mask, got one of shape "
@@ -135,6 +144,7 @@ class MaskInputs:
             compiled=compiled,
             learned=learned,
             probability_map=own(self.probability_map),
+            rest=rest,
             seeds=own(self.seeds),
         )
 
@@ -144,7 +154,7 @@ class MaskInputs:
         The same on another device, but for what a backend reads of the frozen mask, which is to be prepared there, and
         for `local`.
         """
-        names = ["padding", "documents", "probability_map"]
+        names = ["padding", "documents", "probability_map", "rest"]
         if self.sparse_mask is None:
             names += ["bias", "live", "gate", "learned", "first_token", "last_token"]
         return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in names})

@@ -21,7 +21,7 @@ def local_inputs(
     """
     The mask inputs of the layers whose queries see keys up to `window` away, from the `inputs` of the other layers,
     the attention implementation of the model, and what it asks for: the fields of [`Request`] from `device` to
-    `causal`, and `needs`.
+    `causal`, and `needs`. They have no rest: it is the mean of a whole sequence, which these queries do not see.
     """
     mask = inputs.sparse_mask
     if mask is None:
@@ -30,13 +30,13 @@ def local_inputs(
         def cut_far(bias):
             return bias.masked_fill(far, REMOVED)
 
-        return replace(inputs, bias=tuple(map(cut_far, inputs.bias)))
+        return replace(inputs, bias=tuple(map(cut_far, inputs.bias)), rest=(None,))
     last_differs = mask.special_tokens == "first_last" and mask.last_token == "real"
     first_differs = mask.special_tokens != "none"
     padding = inputs.padding
     # A special token may differ by sequence: then the window is not part of the mask.
     differs = exporting() or (padding is not None and (last_differs or (first_differs and _may_be_left(padding))))
-    needs = {*needs, "window"} if differs else needs
+    needs = ({*needs, "window"} if differs else set(needs)) - {"rest"}
     toeplitz = mask.form != "table" and not exporting()
     if toeplitz or differs:
         local_mask = narrowed(mask, window) if toeplitz else mask

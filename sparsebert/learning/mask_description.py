@@ -18,8 +18,9 @@ from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice, in_short, interval, one_of
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
 from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError
+from ..masks.mask_tensors import DIAGONALS, LAST_TOKENS, RESTS
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
-from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SparseMask
+from ..masks.sparse_mask import SparseMask
 from .searches import SEARCHES
 from .selection import SCOPES
 
@@ -117,6 +118,8 @@ class MaskFields:
         base_model (`str`, *optional*): The model that a saved search began with: its Hub id or the path of its folder,
             `""` for a new one. Saving sets it; `None` means the model that the configuration is of.
         base_model_revision (`str`, *optional*): Its commit on the Hub. Saving sets it.
+        rest (`str`, *optional*): How the keys that the mask removes count: `"none"` not at all, the default, or
+            `"mean"` by one more key that stands for them, see [`SparseMask`]. Reset to `None` once a mask is frozen.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of `"dam_s"`, `"dam_b"`
@@ -159,6 +162,7 @@ class MaskFields:
     diagonal: str | None = _field(USE, None, one_of(DIAGONALS))
     special_tokens: str | None = _field(SHAPE, None, one_of(SPECIAL_TOKENS))
     last_token: str | None = _field(USE, None, one_of(LAST_TOKENS))
+    rest: str | None = _field(USE, None, one_of(RESTS))
     sparsity_weight: float | int = _field(SEARCH, 1e-4, interval(0, 1e9))
     target_sparsity: float | None = _field(SEARCH, None, interval(0, 1, low_open=True, high_open=True))
     sparsity_scope: str = _field(SEARCH, "head", one_of(SCOPES))
@@ -211,6 +215,13 @@ class MaskFields:
                 f"mask_form 'multiplicative' needs the probability_map 'softmax', got {self.probability_map!r}: use "
                 "'additive' or 'log', which change the scores"
             )
+        if self.rest not in (None, "none"):
+            if self.mask_form == "multiplicative":
+                raise ValueError(f"rest {self.rest!r} has no meaning with mask_form 'multiplicative': use 'log'")
+            if self.probability_map != "softmax":
+                raise ValueError(
+                    f"rest {self.rest!r} needs the probability_map 'softmax', got {self.probability_map!r}"
+                )
 
     def check_carrier(self, is_decoder: bool, num_positions: int) -> None:
         """Check fields that the model excludes."""
@@ -225,6 +236,8 @@ class MaskFields:
                 f"mask_length {self.mask_length} is longer than any input that the model takes: it has "
                 f"{num_positions} positions"
             )
+        if is_decoder and self.rest not in (None, "none"):
+            raise ValueError(f"rest {self.rest!r} is undefined in a decoder, whose tokens do not see the whole input")
         if self.skip_padding and is_decoder:
             raise ValueError("skip_padding true has no meaning with is_decoder true: set it to false")
 
@@ -318,11 +331,17 @@ def default_mask_length(num_positions: int) -> int:
 
 
 def with_changes(
-    mask: SparseMask, length_policy: str | None = None, last_token: str | None = None, diagonal: str | None = None
+    mask: SparseMask,
+    length_policy: str | None = None,
+    last_token: str | None = None,
+    diagonal: str | None = None,
+    rest: str | None = None,
 ) -> SparseMask:
     """A mask that is used in another way; `None` leaves it as it is."""
-    changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token}
+    changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token, "rest": rest}
     changes = {name: value for name, value in changes.items() if value is not None}
+    if rest == "none":
+        changes["rest_bias"] = None
     if diagonal is not None:
         check_choice("diagonal", diagonal, tuple(DIAGONALS))
         changes["diagonal"] = DIAGONALS[diagonal]
@@ -352,7 +371,7 @@ def pattern_mask(description: MaskFields, carrier: Carrier) -> SparseMask:
             length_policy=default_length_policy("table"),
         )
     diagonal = None if description.diagonal == "learned" else description.diagonal  # as the pattern defines it
-    return with_changes(mask, description.length_policy, description.last_token, diagonal)
+    return with_changes(mask, description.length_policy, description.last_token, diagonal, description.rest)
 
 
 def search_file(description: MaskFields) -> bytes:

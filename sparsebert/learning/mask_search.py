@@ -25,7 +25,8 @@ from ..masks.expansion import (
     token_pairs,
 )
 from ..masks.mask_files import check_sizes
-from ..masks.sparse_mask import DIAGONALS, SparseMask
+from ..masks.mask_tensors import DIAGONALS
+from ..masks.sparse_mask import SparseMask
 from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
 from .mask_description import OWN_FIELDS, Carrier, MaskDescription, MaskFields
 from .searches import SEARCHES, hard_log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
@@ -54,6 +55,7 @@ class MaskSearch(MaskDescription):
     mask_length: int
     special_tokens: str
     last_token: str
+    rest: str
     diagonal: str
     length_policy: str
     mask_form: str
@@ -295,6 +297,7 @@ class MaskSearch(MaskDescription):
             self.block_size,
             special_tokens=self.special_tokens,
             last_token=self.last_token,
+            rest=self.rest,
             diagonal=self.fixed_diagonal,
             length_policy=self.length_policy,
             metadata=metadata,
@@ -330,6 +333,7 @@ def described_search(description: MaskFields, carrier: Carrier) -> MaskSearch:
     defaults = {
         "special_tokens": "first" if first_alone else search.special_tokens,
         "last_token": "real",
+        "rest": "none",
         "diagonal": "learned",
         "length_policy": default_length_policy(search.frozen_form),
         "mask_form": "log" if targeted else "additive",

@@ -131,6 +131,17 @@ def _by_layer(tensors, handle):
 
 
 @torch.compiler.assume_constant_result
+def _rest_biases(handle, device):
+    mask = SparseMask.instances[handle]
+    return remember(mask, ("rest", device), lambda: tuple(mask.rest_biases().to(device))) or (None,)
+
+
+def rest_biases(mask: SparseMask, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """What is added to the scores of the rest, `(H,)` for each layer or for all; `(None,)` without a rest."""
+    return _rest_biases(mask.handle, str(device))
+
+
+@torch.compiler.assume_constant_result
 def _windowed(handle, window, length):
     mask = SparseMask.instances[handle]
 

@@ -41,7 +41,11 @@ PARTS_FIELD = "parts_with_mask"
 MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
 MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MASK_LOGITS_NAME)
+# Version 2 is written for masks with one of the `OPTIONAL` fields, which readers of version 1 would not apply.
 MASK_FORMAT_VERSION = 1
+MASK_FORMAT_VERSIONS = (1, 2)
+# Fields that a description leaves out where a mask has the default.
+OPTIONAL: dict[str, Any] = {"rest": "none"}
 # The code beside a BERT with a mask, for environments without this package.
 CODE_NAME = "modeling_frozen_sparsebert.py"
 
@@ -62,6 +66,7 @@ _DESCRIPTION = (
     *("form", "num_layers", "num_heads", "length", "num_parameters", "block_size", "special_tokens", "last_token"),
     *("diagonal", "length_policy"),
 )
+_REST_BIAS = "rest_bias"
 _WRITTEN = ("format_version", "library_version", "sparsity", "weights_sha256")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Fields that say where a mask comes from, each a name or nothing.
@@ -94,7 +99,12 @@ def check_sizes(description: dict[str, Any]) -> None:
 
 
 def write_mask_files(
-    folder: Path, keep: torch.Tensor, description: dict[str, Any], sparsity: float, metadata: dict[str, Any]
+    folder: Path,
+    keep: torch.Tensor,
+    rest_bias: torch.Tensor | None,
+    description: dict[str, Any],
+    sparsity: float,
+    metadata: dict[str, Any],
 ) -> None:
     """
     Write both files of a mask, creating the folder if needed. Those already there stay until both new ones are on
@@ -102,11 +112,11 @@ def write_mask_files(
     """
     check_sizes(description)
     check_metadata(metadata)
-    bits = torch.from_numpy(np.packbits(keep.flatten().numpy()))
-    weights = safetensors.torch.save({"keep": bits})
+    tensors = {"keep": torch.from_numpy(np.packbits(keep.flatten().numpy()))}
+    weights = safetensors.torch.save(tensors if rest_bias is None else tensors | {_REST_BIAS: rest_bias})
     config = {
         **metadata,
-        "format_version": MASK_FORMAT_VERSION,
+        "format_version": MASK_FORMAT_VERSIONS[not OPTIONAL.keys().isdisjoint(description)],
         "library_version": __version__,
         **description,
         "sparsity": round(sparsity, 6),
@@ -169,7 +179,7 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
 def check_metadata(metadata: Mapping[str, Any]) -> None:
     """Refuse provenance of a mask that could not be read back."""
     for name, value in metadata.items():
-        if name in (*_DESCRIPTION, *_WRITTEN, _SAMPLE_FIELD) or not isinstance(name, str):
+        if name in (*_DESCRIPTION, *OPTIONAL, *_WRITTEN, _SAMPLE_FIELD) or not isinstance(name, str):
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
         if name in PROVENANCE and not isinstance(value, str | None):
             raise ValueError(f"metadata: {name} must be a name or null, got {value!r}")
@@ -200,11 +210,11 @@ def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any],
     try:
         config = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8"))
         version = config.pop("format_version")
-        if version != MASK_FORMAT_VERSION:
-            raise MaskFileError(
-                f"{config_path}: format_version must be {MASK_FORMAT_VERSION}, got {version!r}; update sparsebert"
-            )
+        if type(version) is not int or version not in MASK_FORMAT_VERSIONS:
+            allowed = " or ".join(map(str, MASK_FORMAT_VERSIONS))
+            raise MaskFileError(f"{config_path}: format_version must be {allowed}, got {version!r}; update sparsebert")
         fields = {name: config.pop(name) for name in _DESCRIPTION}
+        fields |= {name: config.pop(name) for name in OPTIONAL if version > 1 and name in config}
         for name in ("library_version", _SAMPLE_FIELD):
             config.pop(name, None)
         sparsity, sha256 = config.pop("sparsity", None), config.pop("weights_sha256", None)
@@ -233,8 +243,8 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
     """
     fields, config, sparsity, sha256 = read_description(config_path)
     with enough_memory(weights_path):
-        keep = _read_keep(weights_path, fields, sha256)
-    return keep, fields | {"metadata": config}, sparsity
+        keep, rest_bias = _read_tensors(weights_path, fields, sha256)
+    return keep, fields | {"rest_bias": rest_bias, "metadata": config}, sparsity
 
 
 @contextmanager
@@ -248,16 +258,17 @@ def enough_memory(weights_path: Path) -> Iterator[None]:
         raise MaskFileError(f"{weights_path}: there is not enough memory for the entries of the mask") from error
 
 
-def _read_keep(weights_path, fields, sha256):
-    """The parameters of a mask, whose sizes are taken out of its fields."""
+def _read_tensors(weights_path, fields, sha256):
+    """The parameters of a mask, whose sizes are taken out of its fields, and the bias of its rest, if there is one."""
     shape = [fields.pop(name) for name in ("num_layers", "num_heads", "num_parameters")]
     if fields["form"] == "table":
         shape.append(shape[-1])
     num_bits = math.prod(shape)
     num_bytes = -(-num_bits // 8)
-    weights = _read(weights_path, num_bytes + MAX_HEADER_BYTES)
-    bits = _read_bits(weights, weights_path, num_bytes)
-    problems = []
+    most = num_bytes + (4 * MAX_LAYERS * shape[1] if "rest" in fields else 0)
+    weights = _read(weights_path, most + MAX_HEADER_BYTES)
+    tensors = _load(weights, weights_path, num_bytes)
+    bits, problems = tensors.get("keep"), []
     if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != num_bytes:
         got = "nothing" if bits is None else f"{bits.dtype} {tuple(bits.shape)}"
         problems.append(f"expected {num_bytes} bytes for shape {shape}, got {got}")
@@ -268,7 +279,8 @@ def _read_keep(weights_path, fields, sha256):
         )
     if problems:
         raise MaskFileError(f"{weights_path}: {'; '.join(problems)}")
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).view(torch.bool).view(shape)
+    keep = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).view(torch.bool).view(shape)
+    return keep, tensors.get(_REST_BIAS)
 
 
 def is_of_another_tool(path: Path) -> bool:
@@ -356,9 +368,10 @@ def _read(path, limit):
     return content
 
 
-def _read_bits(weights, path, num_bytes):
+def _load(weights, path, num_bytes):
+    """The tensors of a weights file that has at least `num_bytes` of them."""
     try:
-        return safetensors.torch.load(weights).get("keep")
+        return safetensors.torch.load(weights)
     # Types that torch does not have are a KeyError or ValueError.
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         if is_out_of_memory(error):

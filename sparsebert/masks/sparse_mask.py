@@ -36,6 +36,7 @@ from .expansion import (
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
     MAX_MASK_LENGTH,
+    OPTIONAL,
     SEARCH_CONFIG_NAME,
     SPARSITY_TOLERANCE,
     MaskFileError,
@@ -46,15 +47,13 @@ from .mask_files import (
     write_mask_files,
 )
 from .mask_sources import check_subfolder, find_mask_files
+from .mask_tensors import LAST_TOKENS, RESTS, checked_keep, checked_rest_bias
 from .pushing import push_folder
 
 
-# A configuration's `diagonal` to that of a SparseMask.
-DIAGONALS = {"learned": None, "keep": True, "remove": False}
-
-LAST_TOKENS = ("real", "position")
-# What a mask has beside `keep`.
-_FIELDS = ("length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy")
+# What a mask has beside its tensors.
+_FIELDS = ("length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy", "rest")
+_TENSORS = ("keep", "rest_bias")
 
 
 class SparseMask:
@@ -83,6 +82,13 @@ class SparseMask:
         length_policy (`str`, *optional*): How inputs longer than n are masked: `"extend"` (new offsets are off;
             default for `"offsets"` and `"blocks"`), `"dense"` (positions from n on attend to all tokens and are
             attended by all) or `"error"` (longer inputs are refused; default for `"table"`).
+        rest (`str`, *optional*, defaults to `"none"`): How the keys that the mask removes count. `"mean"` gives every
+            query one more key, the mean of the sequence's keys with the mean of their values. It stands for the r
+            keys that the mask removes for this query: log r is added to its score. A query without a key then returns
+            the mean of the values instead of 0. Attention must be a softmax over whole inputs, not causal; layers with
+            a sliding window have no such key.
+        rest_bias (`torch.Tensor` of shape `(1 or more, H)`, *optional*): Added to these scores, by layer and head;
+            defaults to 0. See [`calibrate_rest`].
         metadata (`dict`, *optional*): Provenance stored in the mask's files, such as base model, revision and run.
 
     Raises:
@@ -105,12 +111,15 @@ class SparseMask:
         last_token: str = "real",
         diagonal: bool | None = None,
         length_policy: str | None = None,
+        rest: str = "none",
+        rest_bias: torch.Tensor | None = None,
         metadata: dict[str, Any] | None = None,
     ):
         check_choice("form", form, FORMS)
         check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
         check_choice("last_token", last_token, LAST_TOKENS)
         check_choice("diagonal", diagonal, (None, True, False))
+        check_choice("rest", rest, RESTS)
         length_policy = length_policy or default_length_policy(form)
         check_choice("length_policy", length_policy, LENGTH_POLICIES)
         if form == "table" and length_policy == "extend":
@@ -122,26 +131,12 @@ class SparseMask:
             )
         if block_size is not None:
             check_range("block_size", block_size, 1)
-        if not isinstance(keep, torch.Tensor):
-            raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
-        if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
-            raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
         if not isinstance(metadata, dict | None):
             raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
         check_metadata(metadata or {})
-        num_dims = 4 if form == "table" else 3
-        keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
-        keep = keep[None] if keep.dim() == num_dims - 1 else keep
-        if keep.dim() != num_dims:
-            raise ValueError(f"keep of form {form!r} must have {num_dims} dimensions (L, H, ...), got {keep.dim()}")
-        size = {"offsets": keep.shape[-1], "blocks": -(-length // (block_size or 1)), "table": length}[form]
-        expected = (length, length) if form == "table" else (size,)
-        if tuple(keep.shape[2:]) != expected or size > length or 0 in keep.shape:
-            raise ValueError(
-                f"keep of form {form!r} must have shape (L, H, {', '.join(map(str, expected))}), got "
-                f"{tuple(keep.shape)} at length {length}"
-            )
-        self.keep = keep
+        self.keep = checked_keep(keep, form, length, block_size)
+        self.rest = rest
+        self.rest_bias = checked_rest_bias(rest_bias, rest, self.num_heads)
         self.length = length
         self.form = form
         self.block_size = block_size
@@ -164,10 +159,10 @@ class SparseMask:
 
     # Without what is cached, so that equal masks have equal pickles: datasets.map knows a function by its pickle.
     def __getstate__(self):
-        return {name: vars(self)[name] for name in ("keep", *_FIELDS, "metadata")}
+        return {name: vars(self)[name] for name in (*_TENSORS, *_FIELDS, "metadata")}
 
     def __setstate__(self, state):
-        self.__dict__.update(state)
+        self.__dict__.update({"rest": "none", "rest_bias": None} | state)
         self._register()
 
     @property
@@ -196,6 +191,7 @@ class SparseMask:
             isinstance(other, SparseMask)
             and self.description() == other.description()
             and torch.equal(self.keep, other.keep)
+            and torch.equal(self.rest_biases(), other.rest_biases())
         )
 
     __hash__ = object.__hash__  # by identity, for caches, which do not compare entries
@@ -271,7 +267,8 @@ class SparseMask:
 
     def check_fits(self, num_layers: int, num_heads: int) -> None:
         """Refuse a mask of other sizes than those of a model, whose layers with attention count."""
-        if self.num_layers in (1, num_layers) and self.num_heads == num_heads:
+        layers = {self.num_layers, len(self.rest_biases())} - {0, 1, num_layers}
+        if not layers and self.num_heads == num_heads:
             return
         base = self.metadata.get("base_model")
         found = f" (found for {printable(base)})" if base else ""
@@ -280,8 +277,16 @@ class SparseMask:
             f"the model has {num_layers} layers with attention and {num_heads} heads (1 layer fits all)"
         )
 
+    def rest_biases(self) -> torch.Tensor:
+        """What is added to the scores of the rest, float32 `(1 or more, H)`; without a rest `(0, H)`."""
+        if self.rest_bias is not None:
+            return self.rest_bias
+        return torch.zeros(int(self.rest != "none"), self.num_heads)
+
     def check_rows(self, window: int | None = None) -> None:
-        """Refuse a mask in which a query keeps no key within `window`."""
+        """Refuse a mask in which a query keeps no key within `window`, unless the rest is one."""
+        if self.rest != "none" and window is None:
+            return
         if count := self.num_empty_rows(window=window):
             raise ValueError(
                 f"{count} of {self.num_layers * self.num_heads * self.length} mask rows keep nothing; such queries "
@@ -294,7 +299,7 @@ class SparseMask:
 
     def replace(self, **changes: Any) -> "SparseMask":
         """A copy with some constructor arguments changed."""
-        return SparseMask(**{name: getattr(self, name) for name in ("keep", *_FIELDS, "metadata")} | changes)
+        return SparseMask(**{name: getattr(self, name) for name in (*_TENSORS, *_FIELDS, "metadata")} | changes)
 
     def description(self) -> dict[str, Any]:
         """The fields that `mask_config.json` holds about the mask itself, without provenance."""
@@ -304,7 +309,7 @@ class SparseMask:
             "num_heads": self.num_heads,
             "length": self.length,
             "num_parameters": self.keep.shape[-1],
-            **{name: getattr(self, name) for name in _FIELDS},
+            **{name: value for name in _FIELDS if (value := getattr(self, name)) != OPTIONAL.get(name, ...)},
         }
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -335,7 +340,7 @@ class SparseMask:
 
     def write_beside_model(self, folder: Path) -> None:
         """Write the two files into the folder of the model that this mask is that of. A search there is removed."""
-        write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
+        write_mask_files(folder, self.keep, self.rest_bias, self.description(), self.sparsity, self.metadata)
         (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
 
     def push_to_hub(self, repo_id: str, *, subfolder: str | None = None, **kwargs: Any) -> CommitInfo:

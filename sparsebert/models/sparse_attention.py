@@ -19,13 +19,14 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
+from ..attention.rest import check_rest
 from ..attention.windows import local_inputs
 from ..learning.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..learning.learned_mask import LearnedMask
 from ..learning.mask_description import HELD_BY_MASK, STATE_FIELDS, Carrier, MaskFields, pattern_mask
 from ..learning.mask_search import MaskSearch, described_search
 from ..learning.searches import SEARCHES
-from ..masks.compiled_forms import with_real_last
+from ..masks.compiled_forms import rest_biases, with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
@@ -206,6 +207,7 @@ class SparseAttention(Float32Module):
             raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
         if carrier.is_decoder and mask.special_tokens == "first_last":
             raise ValueError("special_tokens 'first_last' is undefined in a decoder: use 'first' or 'none'")
+        check_rest(mask, carrier.is_decoder, self.config.probability_map)
         if not self.config.allow_empty_rows:
             mask.check_rows()
             if carrier.window is not None:
@@ -333,14 +335,15 @@ class SparseAttention(Float32Module):
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not carrier.one_layer else 0
-        inputs = replace(inputs, dropout_layers=seeded, documents=documents)
+        inputs = replace(inputs, dropout_layers=seeded, documents=documents, rest=self._rest(mask, device))
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
         elif learned.search.pruned:
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
-            merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
+            has_rest = self._rest(mask, device)[0] is not None
+            merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None or has_rest
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
             else:
@@ -351,9 +354,19 @@ class SparseAttention(Float32Module):
         local = local_inputs(inputs, carrier.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=carrier.local_layers)
 
+    def _rest(self, mask: SparseMask | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """What is added to the scores of the rest of the frozen mask, or of one that is being learned."""
+        if mask is not None:
+            return rest_biases(mask, device)
+        assert self.search is not None
+        return (None,) if self.search.rest == "none" else (torch.zeros(self.carrier.num_heads, device=device),)
+
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""
         wanted = set(needs)
+        found = self._mask or self.search
+        if found is not None and found.rest != "none":
+            wanted.add("rest")
         if self.weights_wanted and self.training:
             wanted.add("weights")
         if self.search is None:

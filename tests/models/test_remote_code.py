@@ -44,6 +44,8 @@ FORMS = {
 }
 FORMS["offsets_position"] = FORMS["offsets"] | {"last_token": "position"}
 FORMS["offsets_diagonal"] = FORMS["offsets"] | {"diagonal": False}
+FORMS["offsets_rest"] = FORMS["offsets"] | {"rest": "mean", "rest_bias": torch.randn(2, 4, generator=DRAW)}
+FORMS["table_rest"] = FORMS["empty_rows"] | {"rest": "mean"}
 for name, mask_fields in FORMS.items():
     FORMS[name] = {"form": "offsets" if "offsets" in name else "table"} | mask_fields
 

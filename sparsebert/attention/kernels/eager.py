@@ -39,5 +39,8 @@ def eager_attention(
     if inputs.live[0] is not None:
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
-    output = torch.matmul(nn.functional.dropout(weights, p=dropout), value)
-    return output.transpose(1, 2).contiguous(), weights
+    dropped = nn.functional.dropout(weights, p=dropout)
+    if inputs.rest[0] is not None:
+        weights, rest = weights.split([weights.shape[-1] - 1, 1], -1)
+        dropped = torch.cat([dropped[..., :-1], rest], -1)
+    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights

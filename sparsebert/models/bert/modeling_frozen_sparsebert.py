@@ -40,13 +40,14 @@ class SparseBertConfig(transformers.BertConfig):
 def read_mask(config, contents):
     """The bits of a mask and what describes them, from the contents of its two files."""
     mask = json.loads(contents[0])
-    if mask["format_version"] != 1:
-        raise ValueError(f"{FILES[0]}: format_version must be 1, got {mask['format_version']!r}: update this code")
+    if mask["format_version"] not in (1, 2) or mask.get("rest") not in (None, "none", "mean"):
+        what = {name: mask.get(name) for name in ("format_version", "rest")}
+        raise ValueError(f"{FILES[0]}: this code does not know {what}: update it")
     if mask.get("weights_sha256") not in (None, hashlib.sha256(contents[1]).hexdigest()):
         raise ValueError(f"{FILES[1]} is not the file that {FILES[0]} was written with: download both again")
     # What the configuration asks for comes first. A pattern was saved with that.
     asked = {} if getattr(config, "pattern", None) else {"diagonal": getattr(config, "diagonal", None)}
-    asked |= {name: getattr(config, name, None) for name in ("length_policy", "last_token")}
+    asked |= {name: getattr(config, name, None) for name in ("length_policy", "last_token", "rest")}
     mask |= {name: DIAGONALS.get(value, value) for name, value in asked.items() if value is not None}
     if mask["length_policy"] == "extend" and mask["form"] == "table":
         raise ValueError("length_policy 'extend' has no meaning for this mask: use 'dense' or 'error'")
@@ -54,8 +55,9 @@ def read_mask(config, contents):
     if layers not in (1, config.num_hidden_layers) or heads != config.num_attention_heads:
         raise ValueError(f"{FILES[0]}: the mask is for {layers} layer(s) and {heads} heads, which this model lacks")
     shape = (layers, heads, size, size) if mask["form"] == "table" else (layers, heads, size)
-    stored = safetensors.torch.load(contents[1])["keep"]
-    bits = stored[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1
+    stored = safetensors.torch.load(contents[1])
+    bits = stored["keep"][:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1
+    mask["rest_bias"] = stored.get("rest_bias", torch.zeros(1, heads))
     return bits.flatten()[: math.prod(shape)].bool().view(shape), mask
 
 
@@ -89,7 +91,7 @@ class FrozenSelfAttention(BertSelfAttention):
     """Stock self-attention with a 4-D mask of its own."""
 
     def forward(self, hidden_states, attention_mask=None, *args, keep=None, **kwargs):
-        table, special, diagonal, cut = keep
+        table, special, diagonal, cut, rest = keep
         live = table[self.mask_layer if len(table) > 1 else 0] | special  # (B or 1, H, n, m)
         if diagonal is not None:
             own = torch.ones_like(cut[0, 0]).tril(cut.shape[-1] - cut.shape[-2]).triu(cut.shape[-1] - cut.shape[-2])
@@ -104,10 +106,26 @@ class FrozenSelfAttention(BertSelfAttention):
                 attention_mask = torch.zeros_like(bias[:, :1]).masked_fill(~attention_mask, removed)
             bias = (bias + attention_mask.to(dtype)).clamp(min=removed)
             live = bias > torch.finfo(torch.float16).min / 4
+        if rest is not None:
+            return self.forward_with_rest(hidden_states, bias, live, cut, rest, *args, **kwargs)
         output, weights = super().forward(hidden_states, bias, *args, **kwargs)
         live = live.any(-1, keepdim=True)  # a query without a key gives 0
         heads = output.unflatten(-1, (self.num_attention_heads, -1)) * live.transpose(1, 2)
         return heads.flatten(-2), None if weights is None else weights * live
+
+    def forward_with_rest(self, hidden_states, bias, live, cut, rest, *args, **kwargs):
+        """As [`forward`], with one more token, whose key and value are the means of the others: so are its states."""
+        real = cut.diagonal(dim1=-2, dim2=-1)[:, 0, :, None]  # (B or 1, n, 1)
+        count = real.sum(1)
+        mean = torch.where(real, hidden_states, 0).float().sum(1) / count.clamp(min=1)
+        removed = count[:, None, None] - live.sum(-1, keepdim=True)  # (B or 1, H, n, 1)
+        scores = removed.clamp(min=1).log() + rest[self.mask_layer if len(rest) > 1 else 0][:, None, None]
+        scores = torch.where(removed < 1, REMOVED, scores).clamp(min=bias.min()).to(bias.dtype)
+        bias = torch.nn.functional.pad(torch.cat([bias, scores], -1), (0, 0, 0, 1))
+        hidden_states = torch.cat([hidden_states, mean[:, None].to(hidden_states.dtype)], 1)
+        output, weights = super().forward(hidden_states, bias, *args, **kwargs)
+        output = torch.where(real, output[:, :-1], 0)
+        return output, None if weights is None else weights[:, :, :-1, :-1]
 
 
 def is_packed(position_ids, padding):
@@ -167,6 +185,8 @@ class FrozenMask:
         base = self.base_model
         base.mask_files, base.mask = contents, mask
         base.register_buffer("keep", keep.to(self.device), persistent=False)
+        rest = mask["rest_bias"].to(self.device) if mask.get("rest", "none") != "none" else None
+        base.register_buffer("rest_bias", rest, persistent=False)
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
         upload = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
@@ -206,6 +226,8 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
             raise ValueError(f"attention_mask must have two or four dimensions, got {tuple(attention_mask.shape)}")
         if attention_mask is not None and attention_mask.dim() == 2:
             padding, attention_mask = attention_mask.to(states.device).bool(), None
+        if self.rest_bias is not None and (attention_mask is not None or self.config.is_decoder):
+            raise ValueError("a mask with rest 'mean' supports neither a 4-D attention_mask nor a decoder")
         if (
             position_ids is not None
             and keys == queries
@@ -235,7 +257,7 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            keep=(table, special, self.mask["diagonal"], cut),
+            keep=(table, special, self.mask["diagonal"], cut, self.rest_bias),
             **kwargs,
         )
 

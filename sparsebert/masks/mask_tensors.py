@@ -1,0 +1,47 @@
+"""The tensors of a mask and the choices it has, checked before a [`SparseMask`] is made of them."""
+
+from typing import Any
+
+import torch
+
+
+# A configuration's `diagonal` to that of a SparseMask.
+DIAGONALS = {"learned": None, "keep": True, "remove": False}
+LAST_TOKENS = ("real", "position")
+# How the keys that a mask removes count: not at all, or by the mean of all keys and values.
+RESTS = ("none", "mean")
+
+
+def checked_keep(keep: Any, form: str, length: int, block_size: int | None) -> torch.Tensor:
+    """A copy of the parameters of a mask, bool `(L, H, K)` or `(L, H, n, n)`, on the CPU."""
+    if not isinstance(keep, torch.Tensor):
+        raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
+    if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
+        raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
+    num_dims = 4 if form == "table" else 3
+    keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
+    keep = keep[None] if keep.dim() == num_dims - 1 else keep
+    if keep.dim() != num_dims:
+        raise ValueError(f"keep of form {form!r} must have {num_dims} dimensions (L, H, ...), got {keep.dim()}")
+    size = {"offsets": keep.shape[-1], "blocks": -(-length // (block_size or 1)), "table": length}[form]
+    expected = (length, length) if form == "table" else (size,)
+    if tuple(keep.shape[2:]) != expected or size > length or 0 in keep.shape:
+        raise ValueError(
+            f"keep of form {form!r} must have shape (L, H, {', '.join(map(str, expected))}), got "
+            f"{tuple(keep.shape)} at length {length}"
+        )
+    return keep
+
+
+def checked_rest_bias(bias: Any, rest: str, num_heads: int) -> torch.Tensor | None:
+    """A copy of the bias of a rest, float32 `(1 or more, H)`, on the CPU."""
+    if bias is None:
+        return None
+    if rest == "none":
+        raise ValueError("rest_bias has no meaning with rest 'none'")
+    found = f"{bias.dtype} {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+    if not isinstance(bias, torch.Tensor) or bias.is_meta or not bias.is_floating_point():
+        raise ValueError(f"rest_bias must be a tensor of floats, got {found}")
+    if bias.dim() != 2 or bias.shape[1] != num_heads or not len(bias) or not bias.isfinite().all():
+        raise ValueError(f"rest_bias must be finite and of shape (layers, {num_heads}), got {found}")
+    return bias.detach().to("cpu", torch.float32, copy=True)

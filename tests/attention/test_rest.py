@@ -1,0 +1,191 @@
+"""
+Masks with a rest, on every backend that has one: against softmax with one more key, the mean, in float64.
+
+Letters: B batch, H heads, n tokens, d head size.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from test_attention import kept, serving, with_gradients
+from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
+
+from sparsebert import SparseMask, attach, load, sparse_dot_product_attention
+
+
+HEADS = 4
+NAMES = serving(needs=frozenset({"rest"}), gradients=False)
+TRAINED = serving(needs=frozenset({"rest"}))
+PADDINGS = {
+    "none": None,
+    "right and left": [(0, 33), (0, 20), (5, 33)],
+    "with holes": [(0, 33), (3, 9, 12, 30), (1, 2)],
+}
+MASKS = {
+    "offsets": {"keep": torch.arange(9).expand(HEADS, -1) % 4 == 0, "special_tokens": "first_last"},
+    "per head": {"keep": torch.eye(HEADS, 7).bool(), "special_tokens": "first"},
+    "blocks": {"keep": torch.tensor([1, 0, 1]).bool().expand(HEADS, -1), "form": "blocks", "block_size": 16},
+    "table": {"keep": torch.rand(HEADS, 33, 33, generator=torch.Generator().manual_seed(0)) < 0.1, "form": "table"},
+    "no diagonal": {"keep": torch.arange(5).expand(HEADS, -1) < 1, "diagonal": False},  # keeps nothing
+    "dense": {"keep": torch.ones(HEADS, 33).bool()},  # removes nothing
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def padding_of(name):
+    if (spans := PADDINGS[name]) is None:
+        return None
+    padding = torch.zeros(len(spans), 33, dtype=torch.bool)
+    for row, ends in zip(padding, spans, strict=True):
+        for start, stop in zip(ends[::2], ends[1::2], strict=True):
+            row[start:stop] = True
+    return padding
+
+
+def formula(query, key, value, keep, padding, bias):
+    """Softmax over the kept keys and the mean of all real ones, in the inputs' dtype."""
+    real = torch.ones(len(query), query.shape[2], dtype=torch.bool) if padding is None else padding
+    shares = (real / real.sum(-1, keepdim=True)).to(query.dtype)[:, None, None]
+    key, value = (torch.cat([states, shares @ states], 2) for states in (key, value))
+    removed = real.sum(-1)[:, None, None] - keep.sum(-1)
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    rest = scores[..., -1:] + (removed.log() + bias[:, None]).to(query.dtype)[..., None]
+    scores = torch.cat([scores[..., :-1].masked_fill(~keep, -torch.inf), rest], -1)
+    output = scores.softmax(-1).nan_to_num(0) @ value
+    return output * real[:, None, :, None]
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rest_equals_one_more_key(name, mask, padding):
+    torch.manual_seed(0)
+    keep = {"length": 33, "form": "offsets"} | MASKS[mask]
+    mask = SparseMask(**keep, rest="mean", rest_bias=torch.randn(1, HEADS))
+    padding = padding_of(padding)
+    for size, dtype in zip((8, 32, 64), DTYPES, strict=True):
+        query, key, value, grad = torch.randn(4, 3, HEADS, 33, size).to(dtype)
+        table = kept(mask, 33, padding, batch=3)
+        truth = partial(formula, keep=table, padding=padding, bias=mask.rest_bias[0])
+        want, plain = (with_gradients(truth, query, key, value, grad, wide) for wide in (torch.float64, None))
+
+        attention = partial(sparse_dot_product_attention, mask=mask, padding=padding, backend=name)
+        if name in TRAINED:
+            got = with_gradients(attention, query, key, value, grad)
+        else:
+            with torch.no_grad():
+                got = [attention(query, key, value)]
+        unit = torch.finfo(dtype).eps * max(1.0, *(each.abs().max().item() for each in want))
+        for each, exact, other in zip(got, want, plain, strict=False):
+            error, allowed = (each - exact).abs().max(), (other - exact).abs().max()
+            assert each.isfinite().all() and error <= 2 * allowed + 16 * unit
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name != "sparse_sdpa"])
+def test_dropout_never_drops_the_rest(name):
+    mask = SparseMask(torch.tensor([True]).expand(HEADS, -1), 16, "offsets", rest="mean")
+    value = torch.randn(2, HEADS, 16, 16, requires_grad=True)
+    zeros = torch.zeros_like(value)
+    output = sparse_dot_product_attention(zeros, zeros, value, mask, dropout_p=0.9, backend=name)
+    own = output - 15 / 16 * value.mean(2, keepdim=True)  # a token has 1 of 16 shares in itself
+    factors = 10.0 * ((own / value * 16).detach() > 5)
+    torch.testing.assert_close(own, factors / 16 * value, atol=1e-5, rtol=0)
+    assert factors.unique().tolist() == [0, 10]
+    output.sum().backward()
+    torch.testing.assert_close(value.grad, factors / 16 + 15 / 16)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_rest_without_removed_keys_changes_nothing(name):
+    query, key, value = torch.randn(3, 2, HEADS, 12, 8)
+    mask = SparseMask(torch.ones(HEADS, 12, 12).bool(), 12)
+    outputs = [
+        sparse_dot_product_attention(query, key, value, mask.replace(rest=rest), backend=name)
+        for rest in ("none", "mean")
+    ]
+    torch.testing.assert_close(*outputs)
+
+
+def tiny_model(**fields):
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64, vocab_size=50,
+        max_position_embeddings=64, **fields,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return BertModel(config).eval()
+
+
+def test_model_is_saved_and_loaded_with_its_rest(tmp_path):
+    model = attach(tiny_model(), "window", mask_length=32, rest="mean", pattern_kwargs={"window_size": 3})
+    bias = torch.randn(2, HEADS)
+    model.set_mask(model.sparse_attention.mask.replace(rest_bias=bias))
+    ids, real = torch.randint(5, 50, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    real[1, :11] = 0
+    states = model(ids, attention_mask=real).last_hidden_state
+    model.save_pretrained(tmp_path / "one")
+    again = load(tmp_path / "one")
+    assert again.sparse_attention.mask.rest_biases().equal(bias)
+    assert again(ids, attention_mask=real).last_hidden_state.equal(states)
+    again.save_pretrained(tmp_path / "two")
+    for name in ("mask_config.json", "mask.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    attentions = again(ids, attention_mask=real, output_attentions=True).attentions[0]
+    assert attentions.shape == (2, HEADS, 40, 40) and attentions[0].sum(-1).max() < 0.9
+    assert not torch.allclose(load(tmp_path / "one", rest="none")(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_search_counts_what_it_removes(hard):
+    model = attach(tiny_model(), "dam_s", mask_length=32, rest="mean", target_sparsity=0.8, hard=hard)
+    model.train().sparse_attention.set_progress(0.1)
+    ids = torch.randint(5, 50, (2, 32))
+    model(ids).last_hidden_state[..., ::2].sum().backward()
+    assert model.sparse_attention.mask_logits.grad.abs().max() > 0
+    with torch.no_grad():
+        model.sparse_attention.mask_logits[..., 3:] = -9.0
+    model.eval().sparse_attention.set_progress(1.0)
+    searching = model(ids).last_hidden_state
+    assert model.freeze().rest == "mean"
+    torch.testing.assert_close(model(ids).last_hidden_state, searching)
+
+
+def test_layers_with_a_sliding_window_have_no_rest():
+    config = ModernBertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64, vocab_size=50,
+        global_attn_every_n_layers=3, local_attention=8, pad_token_id=0, bos_token_id=1, cls_token_id=1,
+        sep_token_id=2, eos_token_id=2,
+    )  # fmt: skip
+    config.layer_types = ["sliding_attention"] * 2
+    model = ModernBertModel(config).eval()
+    ids = torch.randint(5, 50, (2, 24))
+    mask = SparseMask(torch.ones(HEADS, 3).bool(), 24, "offsets", special_tokens="first", rest="mean")
+    states = attach(model, mask)(ids).last_hidden_state
+    model.set_mask(mask.replace(rest="none"))
+    assert states.equal(model(ids).last_hidden_state)
+
+
+CANNOT = {
+    "causal": (lambda: attach(tiny_model(is_decoder=True), "window", rest="mean", mask_length=8), "undefined"),
+    "a search": (lambda: attach(tiny_model(is_decoder=True), "dam_s", rest="mean", mask_length=8), "undefined"),
+    "product": (lambda: attach(tiny_model(), "dam_s", rest="mean", mask_form="multiplicative"), "multiplicative"),
+    "what": (lambda: attach(tiny_model(), "window", rest="average"), "must be one of 'none', 'mean', got 'average'"),
+    "bias": (lambda: SparseMask(torch.ones(4, 8).bool(), 8, "offsets", rest_bias=torch.ones(1, 4)), "rest_bias"),
+    "heads": (
+        lambda: SparseMask(torch.ones(4, 8).bool(), 8, "offsets", rest="mean", rest_bias=torch.ones(1, 3)),
+        r"shape \(layers, 4\)",
+    ),
+    "4-D": (
+        lambda: attach(tiny_model(), "window", rest="mean", mask_length=8)(
+            torch.ones(1, 8).long(), attention_mask=torch.ones(1, 1, 8, 8).bool()
+        ),
+        "4-D attention_mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_has_no_rest_is_refused(case):
+    run, words = CANNOT[case]
+    with pytest.raises(ValueError, match=words):
+        run()
