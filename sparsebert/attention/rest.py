@@ -45,7 +45,8 @@ def with_rest(
     Key and value `(B, H, m + 1, d)` whose last row is the rest, and inputs whose bias and `live` know of it. The
     probabilities under this bias have a last column for it.
     """
-    bias, own, padding = inputs.bias[0], inputs.rest[0], inputs.padding
+    learned, own, padding = inputs.learned[0], inputs.rest[0], inputs.padding
+    bias = inputs.bias[0] if learned is None else learned[None]
     assert bias is not None and own is not None
     bias = bias.to(torch.promote_types(query.dtype, torch.float32))
     removed = num_removed(bias, padding)
@@ -54,6 +55,8 @@ def with_rest(
     shape = torch.broadcast_shapes(bias.shape[:3], scores.shape[:3])
     bias = torch.cat([bias.expand(*shape, -1), scores.expand(*shape, 1)], -1)
     key, value = (torch.cat([states, mean_states(states, padding).to(states.dtype)], 2) for states in (key, value))
+    if learned is not None:
+        return key, value, replace(inputs, learned=(bias[0],))
     live = None if padding is None else padding[:, None, -query.shape[2] :, None]
     return key, value, replace(inputs, bias=(bias,), live=(live,))
 

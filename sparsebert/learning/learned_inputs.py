@@ -66,9 +66,14 @@ def _apart(search, inputs):
 
 
 def _by_distance(search, inputs):
-    """Whether the bias stays one per distance."""
+    """Whether the bias stays one per distance. That of the rest differs by query."""
     sizes = inputs.num_queries, inputs.num_keys
-    return sizes[0] == sizes[1] and has_many_blocks(*sizes, inputs.device) and search.by_distance(sizes[1])
+    return (
+        inputs.rest[0] is None
+        and sizes[0] == sizes[1]
+        and has_many_blocks(*sizes, inputs.device)
+        and search.by_distance(sizes[1])
+    )
 
 
 def _distance_inputs(search, values, inputs, off, start):

@@ -342,8 +342,9 @@ class SparseAttention(Float32Module):
         elif learned.search.pruned:
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
-            has_rest = self._rest(mask, device)[0] is not None
-            merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None or has_rest
+            merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
+            # What is removed differs by sequence.
+            merged = merged or (inputs.rest[0] is not None and padding is not None)
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
             else:

@@ -139,9 +139,16 @@ def test_model_is_saved_and_loaded_with_its_rest(tmp_path):
 def test_search_counts_what_it_removes(hard):
     model = attach(tiny_model(), "dam_s", mask_length=32, rest="mean", target_sparsity=0.8, hard=hard)
     model.train().sparse_attention.set_progress(0.1)
-    ids = torch.randint(5, 50, (2, 32))
-    model(ids).last_hidden_state[..., ::2].sum().backward()
-    assert model.sparse_attention.mask_logits.grad.abs().max() > 0
+    ids, weights = torch.randint(5, 50, (2, 32)), torch.randn(32)
+    for real in (None, torch.ones(2, 32).long().index_fill(1, torch.tensor([31]), 0)):
+        gradients = []
+        for name in ("sparse_eager", "sparse_sdpa"):
+            model.set_attn_implementation(name)
+            (model(ids, attention_mask=real).last_hidden_state[:, :31] @ weights).sum().backward()
+            gradients.append(model.sparse_attention.mask_logits.grad.clone())
+            model.zero_grad()
+        assert gradients[0].abs().max() > 0
+        torch.testing.assert_close(*gradients)
     with torch.no_grad():
         model.sparse_attention.mask_logits[..., 3:] = -9.0
     model.eval().sparse_attention.set_progress(1.0)
