@@ -137,7 +137,8 @@ def test_model_is_saved_and_loaded_with_its_rest(tmp_path):
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_search_counts_what_it_removes(hard):
-    model = attach(tiny_model(), "dam_s", mask_length=32, rest="mean", target_sparsity=0.8, hard=hard)
+    model = tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    attach(model, "dam_s", mask_length=32, rest="mean", target_sparsity=0.8, hard=hard)
     model.train().sparse_attention.set_progress(0.1)
     ids, weights = torch.randint(5, 50, (2, 32)), torch.randn(32)
     for real in (None, torch.ones(2, 32).long().index_fill(1, torch.tensor([31]), 0)):
