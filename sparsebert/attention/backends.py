@@ -18,7 +18,7 @@ from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
 from .padded_tokens import clear_output, clear_padding
 from .probability_maps import PROBABILITY_MAPS
-from .rest import with_rest
+from .rest import pooled_rest, with_rest
 
 
 BACKENDS: dict[str, Backend] = {
@@ -77,15 +77,24 @@ def run_backend(
         dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     backend, documents, rows = BACKENDS[inputs.backend], inputs.documents, query.shape[0]
+    rest = None
+    if inputs.rest[0] is not None:
+        states = (query, key, value) if documents is None else map(documents.unpack, (query, key, value))
+        rest = pooled_rest(*states, inputs, scaling)
+        inputs = replace(inputs, rest=(rest,))
     if documents is not None:
         query, key, value = map(in_one_row if backend.raw else documents.unpack, (query, key, value))
     if backend.raw:
         output, weights = backend.function(query, key, value, inputs, scaling, dropout)
         return output if documents is None else output.view(rows, -1, *output.shape[2:]), weights
     query, key, value = clear_padding(inputs, scaling, query, key, value)
-    if inputs.rest[0] is not None and inputs.compiled[0] is None:
-        key, value, inputs = with_rest(query, key, value, inputs)
-    output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+    if rest is not None and inputs.compiled[0] is None:
+        size = value.shape[-1]
+        query, key, value, inputs = with_rest(query, key, value, inputs, rest, scaling)
+        output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+        output = output[..., :size].contiguous()
+    else:
+        output, weights = backend.function(query, key, value, inputs, scaling, dropout)
     output = clear_output(inputs, output)
     if documents is None:
         return output, weights

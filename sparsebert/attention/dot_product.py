@@ -6,19 +6,19 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..checks import check_range
-from ..masks.compiled_forms import rest_biases
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, choose_backend
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
-from .rest import check_rest
+from .rest import check_rest, rest_fields
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -128,18 +128,9 @@ def sparse_dot_product_attention(
     request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
     needs = frozenset(["export"] * exported + ["rest"] * (mask.rest != "none"))
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
-    inputs = prepared(
-        MaskInputs(
-            name,
-            num_queries,
-            num_keys,
-            query.device,
-            mask,
-            padding,
-            is_causal,
-            probability_map=maps(num_keys),
-            rest=rest_biases(mask, query.device),
-        )
-    ).for_layer(layer)
+    inputs = MaskInputs(
+        name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
+    )
+    inputs = prepared(replace(inputs, **rest_fields(mask, inputs))).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

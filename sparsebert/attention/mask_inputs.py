@@ -57,8 +57,10 @@ class MaskInputs:
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
         dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
             dropout or a layer may run several times.
-        rest (`tuple` of `torch.Tensor`): What is added to the score of the mean key, float32 `(H,)`, see `rest` of
-            [`SparseMask`]; `None` for layers without one.
+        rest (`tuple`): What is added to the scores of the rest of a [`SparseMask`], float32 `(H,)`; `None` for layers
+            without one. Backends find the pooled [`Rest`] here.
+        rest_keys (`torch.Tensor` of shape `(B or 1, m)`, *optional*): Bool, the keys that it stands for; `None` for
+            all.
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
         documents ([`DocumentSpans`], *optional*): Where the sequences are in a batch that is packed otherwise. All
             other fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
@@ -87,7 +89,8 @@ class MaskInputs:
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
-    rest: tuple[torch.Tensor | None, ...] = (None,)
+    rest: tuple[Any, ...] = (None,)
+    rest_keys: torch.Tensor | None = None
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
@@ -154,7 +157,7 @@ class MaskInputs:
         The same on another device, but for what a backend reads of the frozen mask, which is to be prepared there, and
         for `local`.
         """
-        names = ["padding", "documents", "probability_map", "rest"]
+        names = ["padding", "documents", "probability_map", "rest", "rest_keys"]
         if self.sparse_mask is None:
             names += ["bias", "live", "gate", "learned", "first_token", "last_token"]
         return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in names})

@@ -1,32 +1,95 @@
 """
 The rest of a mask: one more key, which stands for all that the mask removes. See `rest` of [`SparseMask`].
 
+The attention that a query q would pay to the keys k_j together is `sum_j exp(s q . k_j)`, s being the scale. Expanded
+to first order around the mean query u, with `w = softmax(s u . k)`, its logarithm is `s q . sum_j(w_j k_j)` and a
+constant, the entropy of w, and the query receives `sum_j(w_j v_j)`. So one key and one value stand for all and cost
+what a query costs that attends to all keys. A query that lacks r of the N keys pays r / N of that attention.
+
 Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
+from ..masks.compiled_forms import rest_biases
+from ..masks.expansion import SPECIAL_TOKENS
 from ..masks.sparse_mask import SparseMask
-from .biases.bias_entries import REMOVED
+from .biases.bias_entries import REMOVED, first_real, last_real
 from .mask_inputs import MaskInputs
 
 
+# Channels that the score of the rest takes: as many as keep heads aligned for the kernels of PyTorch.
+_MORE = 8
 # A query for which less than this is removed, which only a mask being learned has, or nothing, has no rest.
 LEAST_REMOVED = 1e-3
 
 
-def mean_states(states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+class Rest(NamedTuple):
     """
-    The mean over the real tokens of keys or values `(B, H, m, d)`: `(B, H, 1, d)`, summed up in float32 (float64 for
-    float64). Padded states must be finite.
+    The key and the value `(B, H, d)` of the rest, and what is added to its score `scale * query . key + log r` `(B,
+    H)`; float32, or float64 for float64 states.
     """
-    dtype = torch.promote_types(states.dtype, torch.float32)
-    if padding is None:
-        return states.mean(2, keepdim=True, dtype=dtype)
-    shares = padding.to(dtype) / padding.sum(-1, keepdim=True).clamp(min=1)
-    return torch.einsum("bm,bhmd->bhd", shares, states.to(dtype))[:, :, None]
+
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+
+
+def rest_fields(mask: SparseMask, inputs: MaskInputs) -> dict[str, object]:
+    """The fields of [`MaskInputs`] about the rest of a frozen mask."""
+    if mask.rest == "none":
+        return {}
+    keys = keys_of_rest(inputs, mask.special_tokens, mask.last_token)
+    return {"rest": rest_biases(mask, inputs.device), "rest_keys": keys}
+
+
+def keys_of_rest(inputs: MaskInputs, special_tokens: str, last_token: str) -> torch.Tensor | None:
+    """
+    The keys that the rest stands for, bool `(B or 1, m)`, `None` for all: the real tokens but the special ones, to
+    which every query attends anyway.
+    """
+    padding, number = inputs.padding, SPECIAL_TOKENS.index(special_tokens)
+    if padding is None and not number:
+        return None
+    position = torch.arange(inputs.num_keys, device=inputs.device)
+    keys = real = torch.ones_like(position[None], dtype=torch.bool) if padding is None else padding
+    if number:
+        keys = keys & (position != first_real(real)[:, None])
+    if number == 2:
+        last = last_real(real)[:, None] if last_token == "real" else inputs.num_keys - 1
+        keys = keys & (position != last)
+    return keys
+
+
+def pooled_rest(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, scaling: float
+) -> Rest:
+    """The rest of one layer, for queries `(B, H, n, d)` and keys and values `(B, H, m, d)`."""
+    bias, keys = inputs.rest[0], inputs.rest_keys
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value = (states.to(dtype) for states in (query, key, value))
+        if keys is None:
+            mean, count = query.mean(2, keepdim=True), torch.tensor(float(key.shape[2]), device=query.device)
+        else:
+            # Zeros in the place of padding, which may hold anything.
+            query, key, value = (
+                torch.where(keys[:, None, -states.shape[2] :, None], states, 0.0) for states in (query, key, value)
+            )
+            asking = keys[:, None, -query.shape[2] :, None].sum(2, keepdim=True)
+            mean = query.sum(2, keepdim=True) / asking.clamp(min=1)
+            count = keys.sum(-1).clamp(min=1)[:, None].to(dtype)
+        scores = mean @ key.mT * scaling  # (B, H, 1, m)
+        if keys is not None:
+            scores = scores.masked_fill(~keys[:, None, None], REMOVED)
+        weights = scores.softmax(-1)
+        key, value = (weights @ key)[:, :, 0], (weights @ value)[:, :, 0]
+        score = scores.logsumexp(-1)[..., 0] - (mean[:, :, 0] * key).sum(-1) * scaling - count.log()
+    return Rest(key, value, score + bias)
 
 
 def num_removed(bias: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -39,26 +102,27 @@ def num_removed(bias: torch.Tensor, padding: torch.Tensor | None) -> torch.Tenso
 
 
 def with_rest(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs
-) -> tuple[torch.Tensor, torch.Tensor, MaskInputs]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, rest: Rest, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, MaskInputs]:
     """
-    Key and value `(B, H, m + 1, d)` whose last row is the rest, and inputs whose bias and `live` know of it. The
-    probabilities under this bias have a last column for it.
+    Query `(B, H, n, d + 8)`, and key and value `(B, H, m + 1, d + 8)` whose last row is the rest, with inputs whose
+    bias and `live` know of it. The probabilities have a last column for it, and the output has 8 channels too many:
+    one of query and key holds the score of the rest, which differs by sequence, while one bias may serve all.
     """
-    learned, own, padding = inputs.learned[0], inputs.rest[0], inputs.padding
+    learned, padding = inputs.learned[0], inputs.padding
     bias = inputs.bias[0] if learned is None else learned[None]
-    assert bias is not None and own is not None
-    bias = bias.to(torch.promote_types(query.dtype, torch.float32))
+    assert bias is not None
     removed = num_removed(bias, padding)
-    scores = removed.clamp(min=LEAST_REMOVED).log() + own.to(bias.dtype)[:, None, None]
-    scores = torch.where(removed < LEAST_REMOVED, REMOVED, scores)
-    shape = torch.broadcast_shapes(bias.shape[:3], scores.shape[:3])
-    bias = torch.cat([bias.expand(*shape, -1), scores.expand(*shape, 1)], -1)
-    key, value = (torch.cat([states, mean_states(states, padding).to(states.dtype)], 2) for states in (key, value))
+    logs = torch.where(removed < LEAST_REMOVED, REMOVED, removed.clamp(min=LEAST_REMOVED).log())
+    bias = torch.cat([bias, logs.to(bias.dtype)], -1)
+    query = pad(pad(query, (0, 1), value=1.0), (0, _MORE - 1))
+    last = torch.cat([rest.key, rest.score[..., None] / scaling], -1).to(key.dtype)[:, :, None]
+    key = torch.cat([pad(key, (0, _MORE)), pad(last, (0, _MORE - 1))], 2)
+    value = pad(torch.cat([value, rest.value[:, :, None].to(value.dtype)], 2), (0, _MORE))
     if learned is not None:
-        return key, value, replace(inputs, learned=(bias[0],))
+        return query, key, value, replace(inputs, learned=(bias[0],))
     live = None if padding is None else padding[:, None, -query.shape[2] :, None]
-    return key, value, replace(inputs, bias=(bias,), live=(live,))
+    return query, key, value, replace(inputs, bias=(bias,), live=(live,))
 
 
 def check_rest(mask: SparseMask, causal: bool, probability_map: str) -> None:

@@ -141,7 +141,7 @@ def describe_mask(
         "masks": f"{layers}, {len(sparsities[0])} heads",
         "special tokens": _SPECIAL_TOKENS.get(description["special_tokens"], ""),
         "a token's attention to itself": diagonal or "",
-        "what is removed": "enters by the mean of all keys and values" if description.get("rest") == "mean" else "",
+        "what is removed": "enters as the mean query sees it" if description.get("rest") == "mean" else "",
     }
     table = ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items() if text)]
     lines = ["Removed, in percent, by layer and head:", ""]

@@ -8,7 +8,7 @@ import torch
 # A configuration's `diagonal` to that of a SparseMask.
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 LAST_TOKENS = ("real", "position")
-# How the keys that a mask removes count: not at all, or by the mean of all keys and values.
+# How the keys that a mask removes count: not at all, or as the mean query sees them.
 RESTS = ("none", "mean")
 
 

@@ -83,12 +83,11 @@ class SparseMask:
             default for `"offsets"` and `"blocks"`), `"dense"` (positions from n on attend to all tokens and are
             attended by all) or `"error"` (longer inputs are refused; default for `"table"`).
         rest (`str`, *optional*, defaults to `"none"`): How the keys that the mask removes count. `"mean"` gives every
-            query one more key, the mean of the sequence's keys with the mean of their values. It stands for the r
-            keys that the mask removes for this query: log r is added to its score. A query without a key then returns
-            the mean of the values instead of 0. Attention must be a softmax over whole inputs, not causal; layers with
-            a sliding window have no such key.
-        rest_bias (`torch.Tensor` of shape `(1 or more, H)`, *optional*): Added to these scores, by layer and head;
-            defaults to 0. See [`calibrate_rest`].
+            query one more key that stands for them, with the attention that the mean query of the sequence pays. A
+            query without another key then returns the value of that one instead of 0. Attention must be a softmax over
+            whole inputs, not causal; layers with a sliding window have no such key.
+        rest_bias (`torch.Tensor` of shape `(1 or more, H)`, *optional*): Added to the scores of these keys, by layer
+            and head; defaults to 0.
         metadata (`dict`, *optional*): Provenance stored in the mask's files, such as base model, revision and run.
 
     Raises:

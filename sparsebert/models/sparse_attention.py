@@ -19,14 +19,14 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
-from ..attention.rest import check_rest
+from ..attention.rest import check_rest, keys_of_rest, rest_fields
 from ..attention.windows import local_inputs
 from ..learning.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..learning.learned_mask import LearnedMask
 from ..learning.mask_description import HELD_BY_MASK, STATE_FIELDS, Carrier, MaskFields, pattern_mask
 from ..learning.mask_search import MaskSearch, described_search
 from ..learning.searches import SEARCHES
-from ..masks.compiled_forms import rest_biases, with_real_last
+from ..masks.compiled_forms import with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
@@ -335,7 +335,8 @@ class SparseAttention(Float32Module):
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not carrier.one_layer else 0
-        inputs = replace(inputs, dropout_layers=seeded, documents=documents, rest=self._rest(mask, device))
+        inputs = replace(inputs, dropout_layers=seeded, documents=documents)
+        inputs = replace(inputs, **self._rest_fields(mask, inputs))
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
@@ -343,7 +344,7 @@ class SparseAttention(Float32Module):
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
             merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
-            # What is removed differs by sequence.
+            # What padding removes differs by sequence.
             merged = merged or (inputs.rest[0] is not None and padding is not None)
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
@@ -355,12 +356,15 @@ class SparseAttention(Float32Module):
         local = local_inputs(inputs, carrier.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=carrier.local_layers)
 
-    def _rest(self, mask: SparseMask | None, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-        """What is added to the scores of the rest of the frozen mask, or of one that is being learned."""
+    def _rest_fields(self, mask: SparseMask | None, inputs: MaskInputs) -> dict[str, Any]:
+        """The fields of the inputs about the rest of the frozen mask, or of one that is being learned."""
         if mask is not None:
-            return rest_biases(mask, device)
+            return rest_fields(mask, inputs)
         assert self.search is not None
-        return (None,) if self.search.rest == "none" else (torch.zeros(self.carrier.num_heads, device=device),)
+        if self.search.rest == "none":
+            return {}
+        keys = keys_of_rest(inputs, self.search.special_tokens, self.search.last_token)
+        return {"rest": (torch.zeros(self.carrier.num_heads, device=inputs.device),), "rest_keys": keys}
 
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""

@@ -1,5 +1,5 @@
 """
-Masks with a rest, on every backend that has one: against softmax with one more key, the mean, in float64.
+Masks with a rest, on every backend that has one: against softmax with one more key in float64.
 
 Letters: B batch, H heads, n tokens, d head size.
 """
@@ -43,17 +43,31 @@ def padding_of(name):
     return padding
 
 
-def formula(query, key, value, keep, padding, bias):
-    """Softmax over the kept keys and the mean of all real ones, in the inputs' dtype."""
-    real = torch.ones(len(query), query.shape[2], dtype=torch.bool) if padding is None else padding
-    shares = (real / real.sum(-1, keepdim=True)).to(query.dtype)[:, None, None]
-    key, value = (torch.cat([states, shares @ states], 2) for states in (key, value))
-    removed = real.sum(-1)[:, None, None] - keep.sum(-1)
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    rest = scores[..., -1:] + (removed.log() + bias[:, None]).to(query.dtype)[..., None]
-    scores = torch.cat([scores[..., :-1].masked_fill(~keep, -torch.inf), rest], -1)
-    output = scores.softmax(-1).nan_to_num(0) @ value
-    return output * real[:, None, :, None]
+def formula(query, key, value, keep, padding, mask):
+    """Softmax over the kept keys and the one that stands for all but special tokens, in the inputs' dtype."""
+    batch, _, length, size = query.shape
+    output = torch.zeros_like(value)
+    for row in range(batch):
+        real = torch.arange(length) if padding is None else padding[row].nonzero()[:, 0]
+        others = real[int(mask.special_tokens != "none") : len(real) - int(mask.special_tokens == "first_last")]
+        for head in range(HEADS):
+            q, k, v = (states[row, head, real] for states in (query, key, value))
+            table = keep[row, head][real][:, real]
+            scores = (q @ k.mT * size**-0.5).masked_fill(~table, -torch.inf)
+            removed = (~table).sum(-1)
+            if removed.any():
+                mean, k, v = (states[row, head, others] for states in (query, key, value))
+                shares = (mean.mean(0) @ k.mT * size**-0.5).softmax(-1)
+                entropy = -(shares * shares.log()).sum()
+                rest = (
+                    q @ (shares @ k) * size**-0.5 + (removed / len(others)).log() + entropy + mask.rest_bias[0, head]
+                )
+                scores, v = (
+                    torch.cat([scores, rest[:, None]], -1),
+                    torch.cat([value[row, head, real], (shares @ v)[None]]),
+                )
+            output[row, head, real] = scores.softmax(-1).to(v.dtype) @ v
+    return output
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -67,7 +81,7 @@ def test_rest_equals_one_more_key(name, mask, padding):
     for size, dtype in zip((8, 32, 64), DTYPES, strict=True):
         query, key, value, grad = torch.randn(4, 3, HEADS, 33, size).to(dtype)
         table = kept(mask, 33, padding, batch=3)
-        truth = partial(formula, keep=table, padding=padding, bias=mask.rest_bias[0])
+        truth = partial(formula, keep=table, padding=padding, mask=mask)
         want, plain = (with_gradients(truth, query, key, value, grad, wide) for wide in (torch.float64, None))
 
         attention = partial(sparse_dot_product_attention, mask=mask, padding=padding, backend=name)
@@ -88,7 +102,7 @@ def test_dropout_never_drops_the_rest(name):
     value = torch.randn(2, HEADS, 16, 16, requires_grad=True)
     zeros = torch.zeros_like(value)
     output = sparse_dot_product_attention(zeros, zeros, value, mask, dropout_p=0.9, backend=name)
-    own = output - 15 / 16 * value.mean(2, keepdim=True)  # a token has 1 of 16 shares in itself
+    own = output - 15 / 16 * value.mean(2, keepdim=True)  # a token pays 1 / 16 of its attention to itself
     factors = 10.0 * ((own / value * 16).detach() > 5)
     torch.testing.assert_close(own, factors / 16 * value, atol=1e-5, rtol=0)
     assert factors.unique().tolist() == [0, 10]

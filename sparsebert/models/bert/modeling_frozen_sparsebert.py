@@ -97,6 +97,9 @@ class FrozenSelfAttention(BertSelfAttention):
             own = torch.ones_like(cut[0, 0]).tril(cut.shape[-1] - cut.shape[-2]).triu(cut.shape[-1] - cut.shape[-2])
             live = live | own if diagonal else live & ~own
         live = live & cut
+        if rest is not None:
+            real, others, bias = rest
+            return self.forward_with_rest(hidden_states, live, real, others, bias[self.mask_layer % len(bias)])
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         removed = max(REMOVED, torch.finfo(dtype).min / 2)  # finite, also where two are added
@@ -106,26 +109,33 @@ class FrozenSelfAttention(BertSelfAttention):
                 attention_mask = torch.zeros_like(bias[:, :1]).masked_fill(~attention_mask, removed)
             bias = (bias + attention_mask.to(dtype)).clamp(min=removed)
             live = bias > torch.finfo(torch.float16).min / 4
-        if rest is not None:
-            return self.forward_with_rest(hidden_states, bias, live, cut, rest, *args, **kwargs)
         output, weights = super().forward(hidden_states, bias, *args, **kwargs)
         live = live.any(-1, keepdim=True)  # a query without a key gives 0
         heads = output.unflatten(-1, (self.num_attention_heads, -1)) * live.transpose(1, 2)
         return heads.flatten(-2), None if weights is None else weights * live
 
-    def forward_with_rest(self, hidden_states, bias, live, cut, rest, *args, **kwargs):
-        """As [`forward`], with one more token, whose key and value are the means of the others: so are its states."""
-        real = cut.diagonal(dim1=-2, dim2=-1)[:, 0, :, None]  # (B or 1, n, 1)
-        count = real.sum(1)
-        mean = torch.where(real, hidden_states, 0).float().sum(1) / count.clamp(min=1)
-        removed = count[:, None, None] - live.sum(-1, keepdim=True)  # (B or 1, H, n, 1)
-        scores = removed.clamp(min=1).log() + rest[self.mask_layer if len(rest) > 1 else 0][:, None, None]
-        scores = torch.where(removed < 1, REMOVED, scores).clamp(min=bias.min()).to(bias.dtype)
-        bias = torch.nn.functional.pad(torch.cat([bias, scores], -1), (0, 0, 0, 1))
-        hidden_states = torch.cat([hidden_states, mean[:, None].to(hidden_states.dtype)], 1)
-        output, weights = super().forward(hidden_states, bias, *args, **kwargs)
-        output = torch.where(real, output[:, :-1], 0)
-        return output, None if weights is None else weights[:, :, :-1, :-1]
+    def forward_with_rest(self, hidden_states, live, real, others, bias):
+        """Attention with one more key, which stands for all that are removed, see `rest.py` of sparsebert."""
+        heads = (-1, self.num_attention_heads, self.attention_head_size)
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2).float()
+            for layer in (self.query, self.key, self.value)
+        )  # (B, H, n, d)
+        scale, others = self.attention_head_size**-0.5, others[:, None, :, None]
+        count = others.sum(2, keepdim=True).clamp(min=1)
+        mean = torch.where(others, query, 0).sum(2, keepdim=True) / count
+        scores = (mean @ key.mT * scale).masked_fill(~others.mT, REMOVED)
+        weights = scores.softmax(-1)  # (B, H, 1, n)
+        own_key, own_value = (weights @ torch.where(others, states, 0) for states in (key, value))
+        constant = scores.logsumexp(-1, keepdim=True) - scale * (mean @ own_key.mT) - count.log() + bias[:, None, None]
+        removed = real.sum(-1)[:, None, None, None] - live.sum(-1, keepdim=True)  # (B or 1, H, n, 1)
+        rest = query @ own_key.mT * scale + constant + removed.clamp(min=1).log()
+        scores = (query @ key.mT * scale).masked_fill(~live, REMOVED)
+        scores = torch.cat([scores, rest.masked_fill(removed < 1, REMOVED)], -1)
+        weights = scores.softmax(-1) * real[:, None, :, None]
+        weights, last = self.dropout(weights[..., :-1]), weights[..., -1:]
+        output = weights @ torch.where(real[:, None, :, None], value, 0) + last * own_value
+        return output.transpose(1, 2).flatten(-2).to(hidden_states.dtype), weights
 
 
 def is_packed(position_ids, padding):
@@ -250,14 +260,15 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         if self.config.is_decoder:
             cut = cut & (position[rows, None] >= position)
         table = expand(self.keep.to(states.device), self.mask, keys)[:, :, rows]
-        special = special[:, None, rows, None] | special[:, None, None, :]
+        special_entries = special[:, None, rows, None] | special[:, None, None, :]
+        rest = None if self.rest_bias is None else (padding, padding & ~special, self.rest_bias)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            keep=(table, special, self.mask["diagonal"], cut, self.rest_bias),
+            keep=(table, special_entries, self.mask["diagonal"], cut, rest),
             **kwargs,
         )
 
