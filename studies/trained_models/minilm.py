@@ -58,7 +58,7 @@ class MiniLMStudy:
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
         learning_rate, recover_learning_rate, objective, recover_objective, recover_from, bf16: See
             [`PostHocArguments`].
-        share_layers, sparsity_scope, hard: See [`SparseBertConfig`].
+        share_layers, sparsity_scope, hard, rest: See [`SparseBertConfig`].
     """
 
     model: str = PACKAGE
@@ -86,6 +86,7 @@ class MiniLMStudy:
     share_layers: bool = False
     sparsity_scope: str = "global"
     hard: bool = True
+    rest: str = "none"
 
 
 # Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
@@ -164,7 +165,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         if cell["mask"] == "attention":
             data |= {"steps": 0}
     else:
-        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
+        model = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]} if cell["mask"] != "dense" else {}
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
     name = own_mask(found["mask"])
@@ -195,7 +196,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _search_fields(cell):
     """The fields of a configuration that say what the learned mask of a cell is."""
-    model = {name: cell[name] for name in MODEL_FIELDS if name in cell} | {"target_sparsity": cell["sparsity"]}
+    model = {name: cell[name] for name in MODEL_FIELDS if name in cell}
+    model |= {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
     if cell["mask"] == "attention":
         return model | {"search": "dam_s", "sparsity_scope": "head"}
     return model | {"search": cell["mask"]}
