@@ -36,6 +36,7 @@ from .dense_agreement import agreement, inference_seconds
 from .matching import carrier, learn_mask, recover, running_through, start_from_attention
 from .matching_trainer import matching_arguments
 from .objectives import predicts_tokens
+from .rest_bias import calibrated
 from .search_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .search_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 
@@ -98,12 +99,20 @@ def _search(
     given = given_mask(options, fields, config)
     attach_mask(model, options, fields, given)
     outcome, learned = None, None
-    masks = {} if given is None else {GIVEN: given}
+    masks = {} if given is None else {GIVEN: model.sparse_attention.mask}
     if given is None:
         started_from, outcome, learned, seconds["search"] = _learn(run, model, options, fields, source)
         found = _freeze(model, learned, {"run": run.folder.resolve().name})
         masks = {LEARNED: found, STARTED_FROM: started_from}
-    mask = model.sparse_attention.mask
+    # The weights are still those of the dense model.
+    dense, own = carrier(model), LEARNED if given is None else GIVEN
+    masks = {
+        name: calibrated(model, dense, each, source.start(options.sizes[1], options.seed))
+        for name, each in masks.items()
+    }
+    mask = masks[own]
+    if mask.rest != "none":
+        model.sparse_attention.set_mask(mask, search=fields.get("search"))
 
     mlm_tokenizer = tokenizer if predicts_tokens(model) else None
     if options.patterns:

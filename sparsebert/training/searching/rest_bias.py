@@ -1,0 +1,70 @@
+"""
+The bias of the rest, from what the dense model attends to.
+
+Letters: B batch, L layers, H heads, n length.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...masks.expansion import SPECIAL_TOKENS
+from ...masks.sparse_mask import SparseMask
+from ...models.architectures import attention_modules
+from ...models.sparse_attention import SparseAttention
+from .matching import running_through
+from .objectives import Batch, inputs_of, recorded
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The bias is kept within this: in a head that pays nothing to what is removed it would be the logarithm of 0.
+_LARGEST = 10.0
+_LEAST = 1e-30
+
+
+def calibrated(
+    model: "PreTrainedModel", dense: SparseAttention, mask: SparseMask, batches: Iterable[Batch]
+) -> SparseMask:
+    """
+    A mask with a rest whose `rest_bias` makes up for what the expansion around the mean query misses: with it, the
+    logarithm of the attention that the rest gets is, in the mean over queries, that of what the dense model pays to
+    the removed keys. A mask without a rest is returned as it is. The batches have no padding.
+    """
+    if mask.rest == "none":
+        return mask
+    modules = list(attention_modules(model).values())
+    means: list[torch.Tensor] = []
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
+    with torch.no_grad(), running_through(model, dense):
+        for batch in batches:
+            removed = ~mask.to_table(inputs_of(batch)["input_ids"].shape[1]).to(model.device)
+            found: list[torch.Tensor] = []
+            with recorded(modules, found, lambda output: _missing(output[1].float(), removed, len(found), mask)):  # noqa: B023
+                model.base_model(**inputs_of(batch))
+            means.append(torch.stack(found))
+    model.set_attn_implementation(implementation)
+    bias = torch.stack(means).mean(0)
+    return mask.replace(rest_bias=bias.clamp(-_LARGEST, _LARGEST))
+
+
+def _missing(probs, removed, layer, mask):
+    """
+    By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what is removed differs from that of
+    the rest, `(H,)`. The scores that the rest is made of are the logarithms of these probabilities, up to a constant
+    per query which cancels out.
+    """
+    removed = removed[layer % len(removed)]  # (H, n, n)
+    number, length = SPECIAL_TOKENS.index(mask.special_tokens), probs.shape[-1]
+    others = slice(min(number, 1), length - (number == 2))
+    scores = probs.clamp(min=_LEAST).log()[..., others]
+    mean = scores[:, :, others].mean(2)
+    weights = mean.softmax(-1)
+    constant = mean.logsumexp(-1) - (weights * mean).sum(-1) - torch.tensor(float(scores.shape[-1])).log()
+    count = removed.sum(-1)
+    rest = torch.einsum("bhm,bhnm->bhn", weights, scores) + constant[..., None] + count.clamp(min=1).log()
+    missing = (probs * removed).sum(-1).clamp(min=_LEAST).log() - rest
+    return (missing * (count > 0)).sum((0, 2)) / (count > 0).sum(-1).clamp(min=1) / len(probs)
