@@ -68,6 +68,7 @@ TABLES = {
         f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
         for kind in ("rates", "ratios", "cosines", "operator")
     },
+    "encoders_encode.ratios": lambda: [encoders.tables(_read("encoders_encode_cpu")["cells"])["ratios"]],
     "encoders_learned.ratios": lambda: [encoders.tables(_read("encoders_learned_cpu")["cells"])["ratios"]],
     "encoders_base.ratios": lambda: [encoders.tables(_read("encoders_base_cpu")["cells"])["ratios"]],
     "encoders_zen3.ratios": lambda: [encoders.tables(_read("encoders_zen3_cpu")["cells"])["ratios"]],
