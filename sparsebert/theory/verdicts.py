@@ -23,6 +23,13 @@ MAX_GROWTH_LENGTH = 2048
 # Values of parameters that depend on the length.
 LENGTH_RULES: dict[str, Callable[[int], int]] = {"sqrt": lambda length: max(1, round(math.sqrt(length)))}
 
+# What the theorems say of a mask with a rest.
+OF_REST = (
+    "every token reaches every other in one hop, but only through an average. The proofs have a token select single "
+    "others, which an average does not do: the facts here are those of the mask without its rest. Of the mask with "
+    "its rest nothing is proved"
+)
+
 NOTES = (
     "s: layers until every token has reached all (1.3). chain: each token attends to the one before (1.2). O(.): "
     "growth of a layer's connections, parameters fixed; a saved mask is extended by its length_policy.",
@@ -126,7 +133,8 @@ def saved_case(
         for halves in (2, 3, 4, 6, 8):
             other = mask.length * halves // 2
             connections[other] = mask.density_at(other, causal) * other**2
-    setup = {"causal": True} if causal else {}
+    setup: dict[str, Any] = {"causal": True} if causal else {}
+    setup |= {"rest": mask.rest} if mask.rest != "none" else {}
     return Case(str(source), mask, length, setup, _growth(connections), causal, tuple(mixers))
 
 
@@ -191,6 +199,8 @@ def details(case: Case, found: Universality) -> str:
         reason = f" ({facts.reach.reason})" * bool(facts.reach.reason)
         lines.append(f"    1.3 hops: {_hops(facts.reach)}{reason}; reached {_curve(facts.reach.curve)}")
         lines.append(f"    full attention without its diagonal: {'yes' if facts.full_but_diagonal else 'no'}")
+    if case.mask.rest != "none":
+        lines.append(f"  rest {case.mask.rest!r}: {OF_REST}")
     if case.growth:
         sizes = zip(case.growth.lengths, case.growth.connections, strict=True)
         lines.append(f"  {case.growth.order or '? (no order fits)'}: " + ", ".join(f"{n}: {c:.0f}" for n, c in sizes))

@@ -17,6 +17,7 @@ from sparsebert.theory.chains import Chain, find_chain, is_chain
 from sparsebert.theory.conditions import GROWTHS as ORDERS
 from sparsebert.theory.conditions import check_universality, find_reach, fit_growth
 from sparsebert.theory.verdicts import (
+    OF_REST,
     as_json,
     check_cases,
     details,
@@ -472,3 +473,11 @@ def test_cases_of_all_patterns(capsys):
 def test_bad_patterns(arguments, fields, message):
     with pytest.raises(ValueError, match=message):
         pattern_case(*arguments, **fields)
+
+
+def test_rest_proves_nothing_more():
+    mask = mask_of(cliques([6, 6], 0))
+    alone, with_rest = (saved_case("apart", each) for each in (mask, mask.replace(rest="mean")))
+    assert alone.check() == with_rest.check()
+    assert OF_REST in details(with_rest, with_rest.check())
+    assert OF_REST not in details(alone, alone.check())
