@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Collection
@@ -86,8 +87,11 @@ def _hash(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def read_compiled(folder: Path) -> dict[str, Any]:
-    """What the folder of a compiled model says of it, if all of its files are as they were saved."""
+def read_compiled(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """
+    What the folder of a compiled model says of it, if all of its files are as they were saved, and by their names which
+    files these are, for [`check_unchanged`].
+    """
     path = folder / ENGINE_NAME
     try:
         check_readable(path)
@@ -107,12 +111,25 @@ def read_compiled(folder: Path) -> dict[str, Any]:
     check_alone(folder, f"delete it to have the compiled model, or {ENGINE_NAME} to have the other")
     if state := own_state(folder) - files.keys():
         raise ValueError(f"{folder / min(state)} is not of the compiled model there, and would be ignored: move it")
+    found = {}
     for name, expected in files.items():
         path = folder / name
         check_readable(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: compile the model again")
         with open(path, "rb") as file:
+            found[name] = _identity(os.fstat(file.fileno()))
             if sha_fileobj(file).hex() != expected:
                 raise ValueError(f"{path} is not the file that was saved with {ENGINE_NAME}: compile the model again")
-    return described
+    return described, found
+
+
+def check_unchanged(folder: Path, found: dict[str, Any]) -> None:
+    """Refuse a folder in which a file was replaced since [`read_compiled`] found it."""
+    for name, identity in found.items():
+        if not (folder / name).exists() or _identity(os.stat(folder / name)) != identity:
+            raise ValueError(f"{folder} was replaced while it was read: load it again")
+
+
+def _identity(status):
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -19,7 +19,7 @@ from ...masks.sparse_mask import SparseMask
 from ..attaching import attach_saved
 from ..bert.configuration_sparsebert import SparseBertConfig
 from ..model_classes import model_class_of
-from .compiled_files import read_compiled
+from .compiled_files import check_unchanged, read_compiled
 from .compiling import PRECISIONS, engine_module, finish
 
 
@@ -55,7 +55,7 @@ def load_compiled(source: str | PathLike, model_class: Any = None, **kwargs: Any
             an argument has no meaning for a compiled model.
     """
     folder = Path(source, kwargs.pop("subfolder", None) or "")
-    described = read_compiled(folder)
+    described, found = read_compiled(folder)
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
     for name, value in kwargs.items():
         if name[0] != "_" and name not in _IGNORED and value not in _ACCEPTED.get(name, (None,)):
@@ -94,8 +94,7 @@ def load_compiled(source: str | PathLike, model_class: Any = None, **kwargs: Any
     except (SafetensorError, RuntimeError) as error:
         reason = " ".join(in_short(error).split())
         raise ValueError(f"{folder / HEAD_NAME} does not fit the model ({reason}): compile it again") from error
-    if read_compiled(folder) != described:
-        raise ValueError(f"{folder} was replaced while it was read: load it again")
+    check_unchanged(folder, found)
     model.config.name_or_path = str(source)
     return _as_class(model, model_class, folder)
 
