@@ -55,6 +55,8 @@ _REPLACED_OF_KIND = {
     "engine": (ENGINE_NAME, HEAD_NAME, *GRAPH_FILES),
 }
 _LOGS_NAME = "runs"
+# In a folder aside: the metrics of what it replaces, as long as that was not removed.
+_OLDER_NAME = "_older"
 
 
 def aside_of(output: Path) -> Path:
@@ -230,17 +232,22 @@ def _tidy(folder, output, older):
 
 def _swap(folder, output):
     """Replace what is in the output folder with the files from the folder aside."""
-    names = {path.name for path in folder.iterdir()}
-    older = stored_metrics(output)
-    for path in _results(output, older) | _run_folders(output, older):
-        if path.name not in names:
-            remove(path)
-    (output / METRICS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
+    (folder / _OLDER_NAME).mkdir(exist_ok=True)
+    if (output / METRICS_NAME).is_file():
+        # From now on the folder holds parts of two runs, and is half moved.
+        os.replace(output / METRICS_NAME, folder / _OLDER_NAME / METRICS_NAME)
     _move(folder, output)
 
 
 def _move(folder, output):
-    """Move the files from the folder aside into the output folder, the results last."""
+    """Move the files from the folder aside into the other, the results last, once what they replace is gone."""
+    if (folder / _OLDER_NAME).is_dir():
+        names = {path.name for path in folder.iterdir()}
+        older = stored_metrics(folder / _OLDER_NAME)
+        for path in _results(output, older) | _run_folders(output, older):
+            if path.name not in names:
+                remove(path)
+        remove(folder / _OLDER_NAME)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == METRICS_NAME):
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:

@@ -90,6 +90,22 @@ def run_ranks(code, folder):
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
 
+def die_at(number, folder):
+    """Kill this process before its write of this number in a folder: of a file or of its name."""
+    left = [number]
+
+    def audit(event, arguments):
+        writes = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
+        if event in writes and str(arguments[0]).startswith(folder):
+            if event == "open" and not (isinstance(arguments[1], str) and set(arguments[1]) & set("wxa+")):
+                return
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+
+    sys.addaudithook(audit)
+
+
 def _command(words, errors):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
     _to_files([os.devnull, errors])

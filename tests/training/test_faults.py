@@ -23,7 +23,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import SEARCH, TINY, WORDS, contents, growth, tokenizer_of
-from processes import SERVER, start, start_command, wait_for
+from processes import SERVER, die_at, start, start_command, wait_for
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
@@ -441,7 +441,7 @@ def save_and_die(folder):
         mask.save_pretrained(folder)
         child, left = os.fork(), len(outcomes)
         if not child:
-            _die_at(left, str(folder))
+            die_at(left, str(folder))
             trainer.state.global_step = 2
             trainer._save_checkpoint(trainer.model, None)
             other.save_pretrained(folder)
@@ -457,21 +457,6 @@ def save_and_die(folder):
             found = "refused"
         outcomes.append((killed, whole, with_parts, found))
     Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
-
-
-def _die_at(number, folder):
-    """Kill this process before the write of this number in the folder: opening, syncing or renaming a file."""
-    left = [number]
-
-    def audit(event, arguments):
-        if event in ("open", "os.rename", "os.remove", "os.mkdir") and str(arguments[0]).startswith(folder):
-            if event == "open" and not (isinstance(arguments[1], str) and set(arguments[1]) & set("wxa+")):
-                return
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-
-    sys.addaudithook(audit)
 
 
 @row(17, "killed while saving")

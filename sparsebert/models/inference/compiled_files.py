@@ -16,8 +16,18 @@ from transformers import PreTrainedConfig
 
 from ...checks import in_short
 from ...file_kinds import check_readable, drop_links, read_plain
-from ...files import ENGINE_NAME, HEAD_NAME, locked_output, make_folder, replace_files
+from ...files import (
+    ENGINE_NAME,
+    HEAD_NAME,
+    METRICS_NAME,
+    RESULT_FILES,
+    locked_output,
+    make_folder,
+    replace_files,
+    write_metrics,
+)
 from ...masks.mask_files import own_state
+from ...output_folders import aside_of, finish_move, is_half_moved, weights_and_checkpoints, written_whole
 
 
 # What other libraries would load from the folder.
@@ -30,7 +40,13 @@ _MAX_BYTES = 1 << 20  # of engine.json
 
 def is_compiled(source: str | PathLike, subfolder: str | None = None) -> bool:
     """Whether a folder holds a compiled model, be it damaged: what names its files is not that of another tool."""
-    path = Path(source, subfolder or "", ENGINE_NAME)
+    folder = Path(source, subfolder or "")
+    return _is_description(folder / ENGINE_NAME) or (
+        is_half_moved(folder) and _is_description(aside_of(folder) / ENGINE_NAME)
+    )
+
+
+def _is_description(path):
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return path.is_file()
     try:
@@ -47,21 +63,31 @@ def check_not_compiled(source: str | PathLike, field: str, subfolder: str | None
 
 
 def save_compiled(model: Any, folder: str | PathLike) -> None:
-    """Write a compiled model into a folder, in which it may replace another one."""
-    folder, base = Path(folder), model.base_model
+    """Save a compiled model in a folder, in which it may replace another one: at any moment one of both is whole."""
+    folder = Path(folder)
     check_alone(folder, "choose another folder")
+    there = {path.name for path in weights_and_checkpoints(folder)}
     if not is_compiled(folder):
-        there = own_state(folder) | {name for name in (ENGINE_NAME,) if (folder / name).is_file()}
-        if there:
-            raise ValueError(f"{folder} holds {min(there)}, which would be lost: choose another folder")
+        there |= own_state(folder) | {name for name in (ENGINE_NAME, *RESULT_FILES) if (folder / name).is_file()}
+    if there:
+        raise ValueError(f"{folder} holds {min(there)}, which would be lost: choose another folder")
     make_folder(folder, "save_directory")
-    sparse_attention = base._modules.get("sparse_attention")
+    with written_whole(folder, overwrite=True) as aside:
+        write_compiled(model, aside)
+        write_metrics(aside / METRICS_NAME, model.compiled_as)
+        drop_links(folder / path.name for path in aside.iterdir())
+
+
+def write_compiled(model: Any, folder: Path) -> None:
+    """Write a compiled model into a folder that has none, see [`written_whole`]."""
+    make_folder(folder)
+    base = model.base_model
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as made:
         # Not what a configuration says of a mask: transformers finds no weights here that could run without it.
         PreTrainedConfig.save_pretrained(model.config, made)
-        if sparse_attention is not None:
-            sparse_attention.mask.write_beside_model(Path(made))
+        if "sparse_attention" in base._modules:
+            base.sparse_attention.mask.write_beside_model(Path(made))
         files = {path.name: path.read_bytes() for path in Path(made).iterdir()}
     files |= base.graph.files()
     files[HEAD_NAME] = safetensors.torch.save(
@@ -69,11 +95,7 @@ def save_compiled(model: Any, folder: str | PathLike) -> None:
     )
     description = model.compiled_as | {"files": {name: _hash(content) for name, content in files.items()}}
     files[ENGINE_NAME] = (json.dumps(description, indent=2) + "\n").encode()
-    with locked_output(folder):
-        drop_links(folder / name for name in files)
-        replace_files({folder / name: content for name, content in files.items()})
-        for name in own_state(folder) - files.keys():
-            (folder / name).unlink(missing_ok=True)
+    replace_files({folder / name: content for name, content in files.items()})
 
 
 def check_alone(folder: Path, advice: str, replaced: Collection[Path] = ()) -> None:
@@ -89,9 +111,12 @@ def _hash(content):
 
 def read_compiled(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """
-    What the folder of a compiled model says of it, if all of its files are as they were saved, and by their names which
-    files these are, for [`check_unchanged`].
+    What the folder of a compiled model says of it, if all of its files are as they were saved, and which files these
+    are, for [`check_unchanged`]. What a killed process had not moved there is moved first.
     """
+    if is_half_moved(folder):
+        with locked_output(folder):
+            finish_move(folder)
     path = folder / ENGINE_NAME
     try:
         check_readable(path)

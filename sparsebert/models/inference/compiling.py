@@ -112,9 +112,9 @@ def finish(model: Any, graph: Any, compiled_as: dict[str, Any], skip_padding: bo
     base = model.base_model
     if not isinstance(base, CompiledBase):
         base.__class__ = derived_class(CompiledBase, type(base))
+        vars(base)["limits"] = limits_of(base)
     if base is not model:
         model.__class__ = derived_class(CompiledModel, type(model))
-    vars(base)["limits"] = limits_of(base)
     for part in {base, model}:
         vars(part).update(graph=graph, compiled_as=compiled_as)
     strip(model)
