@@ -144,7 +144,11 @@ def test_model_is_saved_and_loaded_with_its_rest(tmp_path):
     again.save_pretrained(tmp_path / "two")
     for name in ("mask_config.json", "mask.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    attentions = again(ids, attention_mask=real, output_attentions=True).attentions[0]
+    outputs = again(ids, attention_mask=real, output_attentions=True)
+    attentions = outputs.attentions[0]
+    attentions.retain_grad()
+    outputs.last_hidden_state[..., ::2].sum().backward()
+    assert attentions.grad.abs().max() > 0
     assert attentions.shape == (2, HEADS, 40, 40) and attentions[0].sum(-1).max() < 0.9
     assert not torch.allclose(load(tmp_path / "one", rest="none")(ids).last_hidden_state, model(ids).last_hidden_state)
 
