@@ -28,7 +28,7 @@ BACKENDS: dict[str, Backend] = {
     "sparse_sdpa": Backend(
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "rest", "window"})
     ),
-    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), raw=True),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"rest", "window"}), raw=True),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }

@@ -43,7 +43,9 @@ def numbers(*shape, count=3):
     return torch.randn(count, *shape).unbind(0)
 
 
-def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3, starts=None):
+def operator_arguments(
+    length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3, starts=None, rest=None
+):
     """
     The arguments after query, key and value, for sequences of `length` and 13 tokens with their last tokens on; with
     `starts` they are packed.
@@ -52,7 +54,7 @@ def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, see
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
     flags = (True, True, False, 0, 0, False, -1)
-    return begin, end, columns, padding, last, starts, torch.tensor([seed]), *flags, length, dropout, 0.3
+    return begin, end, columns, padding, last, starts, rest, torch.tensor([seed]), *flags, length, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -175,7 +177,7 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
         flags = (options["special_tokens"] != "none", mask.diagonal is not False, causal, block_size, length)
         output = torch.ops.sparsebert.csr_attention(
             *(query, key, value, *signed_offsets(mask.keep[0], block_size, mask.diagonal), padding, last, None),
-            *(torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
+            *(None, torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
         )
         assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
 
@@ -185,7 +187,7 @@ def test_a_toeplitz_form_under_any_scale(block_size):
     """In bfloat16, a query cannot be scaled before it is multiplied."""
     keep = torch.rand(HEADS, 64 // block_size) < 0.5
     query, key, value = (tensor.bfloat16() for tensor in numbers(2, HEADS, 64, 32))
-    form = (*signed_offsets(keep, block_size, None), None, None, None, torch.tensor([0]), True, True, False)
+    form = (*signed_offsets(keep, block_size, None), *[None] * 4, torch.tensor([0]), True, True, False)
     for scale in (0.0, -0.3, 3.0):
         got, want = (
             torch.ops.sparsebert.csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
@@ -214,7 +216,7 @@ def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
     """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
     flags = (False, True, False, 0, 0, False, -1)
-    none, nothing = torch.zeros_like(every), (None, None, None, torch.tensor([0]), *flags, 0, 0.0, 1.0)
+    none, nothing = torch.zeros_like(every), (*[None] * 4, torch.tensor([0]), *flags, 0, 0.0, 1.0)
     single = torch.ops.sparsebert.csr_attention(
         none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing
     )
@@ -512,12 +514,15 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
         {"last": lambda t: t[:1]},
         {"last": lambda t: t.long()},
         {"starts": lambda t: torch.tensor([0, 20])},  # two rows are not packed
+        {"rest": lambda t: torch.zeros(2, HEADS, 16)},
+        {"rest": lambda t: torch.zeros(2, HEADS, 17, dtype=torch.float64)},
+        {"rest": lambda t: torch.zeros(2, 17, HEADS).mT},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_the_operator_stays_within_its_memory(change):
     """What no caller of this package passes."""
-    names, arguments = ("begin", "end", "columns", "padding", "last", "starts"), [*operator_arguments()]
+    names, arguments = ("begin", "end", "columns", "padding", "last", "starts", "rest"), [*operator_arguments()]
     for name, function in change.items():
         arguments[names.index(name)] = function(arguments[names.index(name)])
     query, key, value, grad = numbers(2, HEADS, LENGTH, 8, count=4)

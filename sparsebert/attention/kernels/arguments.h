@@ -32,6 +32,8 @@ struct Arguments {
   const bool* padding;
   const int32_t* last;
   const int64_t* starts;  // first token of each packed sequence; null if they are not packed
+  const float* rest;      // (B, H, 2 d + 1), null if there is none, see `Problem`
+  float* grad_rest;       // of the backward
   ParallelFor parallel_for;
   int64_t mask_rows, B, H, n, m, d, tokens, dtype, threads, seed, first, self, causal, block, known, keep_self, window;
   double dropout, scale;

@@ -34,20 +34,21 @@ MAX_HEAD_SIZE = 256
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
-    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor seed, "
-    "bool first, bool self_attention, bool causal, int block, int known, bool keep_self, int window, int longest, "
-    "float dropout, float scale"
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor? rest, "
+    "Tensor seed, bool first, bool self_attention, bool causal, int block, int known, bool keep_self, int window, "
+    "int longest, float dropout, float scale"
 )
-_NUM_TENSORS = 10
+_NUM_TENSORS = 11
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
 library.define(
-    f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor, Tensor)"
+    f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 # `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
 # fields of a `ctypes.Structure` would take as long as a short attention.
-_pack = struct.Struct("=28q7q17q2d").pack
+_pack = struct.Struct("=28q9q17q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
@@ -63,13 +64,13 @@ def _fits(tensor, dtype, shape):
     return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
 
-def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *options):
+def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts, rest, seed, *options):
     """
     Call a function of the compiled library on `arrays`: query, key, value, output and gradients. What is checked here
     keeps the library within its memory; callers have checked the same with better messages.
     """
     *flags, longest, dropout, scale = options
-    block = flags[3]
+    causal, block, window = flags[2], flags[3], flags[6]
     query, key, value, output = arrays[:4]
     shape, dtype = query.shape, query.dtype
     rows, heads, tokens, head_size = shape
@@ -105,6 +106,9 @@ def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *op
         and (starts is None or rows == 1)
     ):
         raise RuntimeError(f"{function}: padding, last and starts must have a row for each of {batch} sequences")
+    rest_shape = (batch, heads, 2 * head_size + 1)
+    if rest is not None and (causal or window >= 0 or not _fits(rest, torch.float32, rest_shape)):
+        raise RuntimeError(f"{function}: rest must be float32 of shape {rest_shape}, without causality or window")
     # Copies must live until the call has ended.
     arrays = [array if array.stride(3) == 1 or head_size == 1 else array.contiguous() for array in arrays]
     places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
@@ -113,7 +117,8 @@ def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *op
     error = operator[function](
         _pack(
             *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
-            *(0 if each is None else each.data_ptr() for each in (begin, end, columns, padding, last, starts)),
+            *(0 if each is None else each.data_ptr() for each in (begin, end, columns, padding, last, starts, rest)),
+            0 if grad_rest is None else grad_rest.data_ptr(),
             *(parallel_for, table[1], batch, heads, num_queries, num_keys, head_size, tokens, DTYPES.index(dtype)),
             *(torch.get_num_threads(), seed.item(), *flags, dropout, scale),
         )
@@ -124,14 +129,14 @@ def _run(function, arrays, begin, end, columns, padding, last, starts, seed, *op
 
 def _forward(query, key, value, *mask):
     output = _rows(query)
-    _run("csr_attention", (query, key, value, output), *mask)
+    _run("csr_attention", (query, key, value, output), None, *mask)
     return output
 
 
 def _backward(grad, query, key, value, *mask):
-    gradients = _rows(query), _rows(key), _rows(value)
-    _run("csr_attention_backward", (query, key, value, grad, *gradients), *mask)
-    return gradients
+    *gradients, grad_rest = _backward_shapes(grad, query, key, value, *mask)
+    _run("csr_attention_backward", (query, key, value, grad, *gradients), grad_rest, *mask)
+    return *gradients, grad_rest
 
 
 library.impl("csr_attention", _forward, "CPU")
@@ -145,7 +150,9 @@ def _forward_shape(query, key, value, *mask):
 
 @torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
 def _backward_shapes(grad, query, key, value, *mask):
-    return _rows(query), _rows(key), _rows(value)
+    rest = mask[6]
+    # An operator returns no `None`.
+    return _rows(query), _rows(key), _rows(value), query.new_empty(0) if rest is None else torch.zeros_like(rest)
 
 
 def _remember(ctx, inputs, output):
@@ -154,8 +161,9 @@ def _remember(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *[None] * (_NUM_TENSORS - 3 + len(ctx.options))
+    *gradients, grad_rest = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
+    *others, rest, _ = ctx.saved_tensors[3:]
+    return *gradients, *[None] * len(others), None if rest is None else grad_rest, *[None] * (1 + len(ctx.options))
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -302,6 +310,9 @@ def csr_backend(
     """A C++ operator on CPU that only visits the live entries of the mask."""
     mask, documents = inputs.sparse_mask, inputs.documents
     assert mask is not None
+    rest = inputs.rest[0]
+    if rest is not None:
+        rest = torch.cat([rest.key, rest.value, rest.score[..., None]], -1)  # (B, H, 2 d + 1)
     seed = torch.zeros(1, dtype=torch.int64, device="cpu")
     if dropout:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
@@ -313,6 +324,7 @@ def csr_backend(
         None if inputs.padding is None else inputs.padding.contiguous(),
         per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
         None if documents is None else documents.starts,
+        rest,
         seed,
         mask.special_tokens != "none",
         mask.diagonal is not False,

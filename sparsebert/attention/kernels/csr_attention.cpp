@@ -3,11 +3,13 @@
 // The work is split into tasks by batch and head and, if there are few of them, by rows. A task first packs the keys
 // and values of its heads into contiguous float32 rows of D >= d numbers: in the host's layout, rows are H * d apart
 // and would compete for the same cache sets. It then processes one query at a time: the list of live keys, their
-// scores, the softmax, the sum of values. All arithmetic is in float32. Packed sequences lie one after the other in one
-// row of tokens; each is computed at its own length. What toeplitz.h serves, it computes instead.
+// scores, the softmax, the sum of values. The rest is one more row of keys and values. All arithmetic is in float32.
+// Packed sequences lie one after the other in one row of tokens; each is computed at its own length. What toeplitz.h
+// serves, it computes instead.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
+#include <cmath>
 #include <stdexcept>
 #include <type_traits>
 
@@ -36,10 +38,10 @@ inline Vec four_products(const Vec* q, const float* rows, const int32_t* keys) {
   return sum_lanes(x, y, z, w);
 }
 
-// scores[t] = q . rows[keys[t]], and W times `rest` from scores[count] on: here, long before they are read, since a
+// scores[t] = q . rows[keys[t]], and W times `beyond` from scores[count] on: here, long before they are read, since a
 // vector that was stored in pieces a moment ago is slow to load.
 template <int D>
-inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float rest, float* scores) {
+inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float beyond, float* scores) {
   Vec q[D / W];
   read_vecs<D>(query, q);
   int64_t t = 0;
@@ -50,7 +52,7 @@ inline void dot(const float* query, const float* rows, const int32_t* keys, int6
     store(scores + t, sum_across(part));
   }
   for (; t < count; t += 4) store_sums(scores + t, four_products<D>(q, rows, keys + t));
-  store(scores + count, broadcast(rest));
+  store(scores + count, broadcast(beyond));
 }
 
 // sum += sum_t weights[t] * rows[keys[t]]
@@ -95,10 +97,17 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
   }
 }
 
+// Sets row m of each of a task's heads to the key of the rest, or its value, which is d numbers behind.
+template <int D>
+void set_rest(const Problem& p, const Problem::Task& task, int64_t behind, float* rows) {
+  for (int64_t h = task.first_head; h < task.end_head; ++h, rows += head_stride(p.key_rows(), D))
+    std::copy_n(p.rest + p.rest_place(task.b, h) + behind, p.query.d, rows + p.m * D);
+}
+
 template <int D>
 void forward_kernel(const Problem& p, const Rows& output) {
   p.for_each_range([&](int64_t from, int64_t to) {
-    const int64_t key_stride = head_stride(p.m, D), query_stride = head_stride(BLOCK, D);
+    const int64_t key_stride = head_stride(p.key_rows(), D), query_stride = head_stride(BLOCK, D);
     Buffer keys(p.group * key_stride), values(keys.size()), queries(p.group * query_stride), sums(queries.size());
     Lists lists(p.m);
     Buffer scores(BLOCK * lists.size), factors(scores.size());
@@ -110,8 +119,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
       const auto sequence = p.mask.sequence(task.b);
       if (packed != number / p.chunks) {
         packed = number / p.chunks;
-        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.m);
-        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.m);
+        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.key_rows());
+        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.key_rows());
+        if (p.rest) {
+          set_rest<D>(p, task, 0, keys.data());
+          set_rest<D>(p, task, p.query.d, values.data());
+        }
       }
       for (int64_t first = task.first_row; first < task.end_row; first += BLOCK) {
         const int64_t rows = std::min(BLOCK, task.end_row - first);
@@ -122,9 +135,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
           const float* k = keys.data() + (h - task.first_head) * key_stride;
           const float* v = values.data() + (h - task.first_head) * key_stride;
           float* sum = sums.data() + (h - task.first_head) * query_stride;
-          lists.find(p.mask, sequence, h, first, rows);
-          for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, scores.data() + r * lists.size);
+          lists.find(p.mask, sequence, h, first, rows, p.rest);
+          for (int64_t r = 0; r < rows; ++r) {
+            float* score = scores.data() + r * lists.size;
+            dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, score);
+            if (lists.removed[r]) score[lists.count[r] - 1] += p.rest_score(task.b, h, lists.removed[r]);
+          }
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
@@ -148,10 +164,17 @@ void forward_kernel(const Problem& p, const Rows& output) {
 }
 
 template <int D>
-void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const Rows& dk, const Rows& dv) {
+void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const Rows& dk, const Rows& dv,
+                     float* grad_rest) {
   // Every chunk of rows has its own sums of dK and dV, which are added up afterwards: no races, and a fixed order.
-  const int64_t key_stride = head_stride(p.m, D), query_stride = head_stride(BLOCK, D), size = p.group * key_stride;
+  const int64_t key_rows = p.key_rows(), key_stride = head_stride(key_rows, D), query_stride = head_stride(BLOCK, D);
+  const int64_t size = p.group * key_stride, blocks = (p.n + BLOCK - 1) / BLOCK;
   std::vector<float> partial(p.chunks > 1 ? p.B * p.groups * p.chunks * size * 2 : 0);
+  std::vector<float> of_blocks(p.rest ? p.B * p.H * blocks : 0);  // gradients of the rest's score, by block of queries
+  const auto write_rest = [&](int64_t b, int64_t h, const float* of_key, const float* of_value) {
+    float* const to = grad_rest + p.rest_place(b, h);
+    std::copy_n(of_value, p.query.d, std::copy_n(of_key, p.query.d, to));
+  };
   p.for_each_range([&](int64_t from, int64_t to) {
     Buffer keys(size), values(size), queries(p.group * query_stride), grads(queries.size()), sums(queries.size());
     Lists lists(p.m);
@@ -164,8 +187,12 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
       const auto sequence = p.mask.sequence(task.b);
       if (packed != number / p.chunks) {
         packed = number / p.chunks;
-        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.m);
-        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.m);
+        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.key_rows());
+        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.key_rows());
+        if (p.rest) {
+          set_rest<D>(p, task, 0, keys.data());
+          set_rest<D>(p, task, p.query.d, values.data());
+        }
       }
       float* const sum_k = p.chunks > 1 ? partial.data() + number * size * 2 : own.data();
       float* const sum_v = sum_k + size;
@@ -180,10 +207,14 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
           const float* g = grads.data() + (h - task.first_head) * query_stride;
           float* sum = sums.data() + (h - task.first_head) * query_stride;
           const int64_t head = (h - task.first_head) * key_stride;
+          const int64_t block = (task.b * p.H + h) * blocks + first / BLOCK;
 
-          lists.find(p.mask, sequence, h, first, rows);
-          for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weights.data() + r * lists.size);
+          lists.find(p.mask, sequence, h, first, rows, p.rest);
+          for (int64_t r = 0; r < rows; ++r) {
+            float* weight = weights.data() + r * lists.size;
+            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weight);
+            if (lists.removed[r]) weight[lists.count[r] - 1] += p.rest_score(task.b, h, lists.removed[r]);
+          }
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], 0, others.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
@@ -208,6 +239,8 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
             }
           }
           for (int64_t r = 0; r < rows; ++r)
+            if (lists.removed[r]) of_blocks[block] += others.data()[r * lists.size + lists.count[r] - 1];
+          for (int64_t r = 0; r < rows; ++r)
             accumulate<D>(others.data() + r * lists.size, keys.data() + head, lists.of(r), lists.count[r], sum + r * D);
           for (int64_t r = 0; r < rows; ++r)
             scatter<D>(others.data() + r * lists.size, q + r * D, lists.of(r), lists.count[r], sum_k + head);
@@ -218,16 +251,24 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
         write_rows<D>(dq, task, first, first + rows, sums.data(), BLOCK);
       }
       if (p.chunks == 1) {
-        write_rows<D>(dk, task, 0, p.num_keys(task.b), sum_k, p.m);
-        write_rows<D>(dv, task, 0, p.num_keys(task.b), sum_v, p.m);
+        write_rows<D>(dk, task, 0, p.num_keys(task.b), sum_k, key_rows);
+        write_rows<D>(dv, task, 0, p.num_keys(task.b), sum_v, key_rows);
+        for (int64_t h = task.first_head; p.rest && h < task.end_head; ++h) {
+          const int64_t row = (h - task.first_head) * key_stride + p.m * D;
+          write_rest(task.b, h, sum_k + row, sum_v + row);
+        }
       }
     }
   });
+  for (int64_t head = 0; p.rest && head < p.B * p.H; ++head) {
+    const float* from = of_blocks.data() + head * blocks;
+    grad_rest[p.rest_place(0, head) + 2 * p.query.d] = std::accumulate(from, from + blocks, 0.0f);
+  }
   if (p.chunks == 1) return;
-  parallel(p.parallel_for, p.B * p.H * p.m, 64, [&](int64_t from, int64_t to) {
+  parallel(p.parallel_for, p.B * p.H * key_rows, 64, [&](int64_t from, int64_t to) {
     for (int64_t item = from; item < to; ++item) {
-      const int64_t head = item / p.m, b = head / p.H, h = head % p.H, j = item % p.m;
-      if (j >= p.num_keys(b)) continue;
+      const int64_t head = item / key_rows, b = head / p.H, h = head % p.H, j = item % key_rows;
+      if (j >= p.num_keys(b) && j < p.m) continue;
       float sums[2][D] = {};
       for (int64_t chunk = 0; chunk < p.chunks; ++chunk) {
         const int64_t number = (b * p.groups + h / p.group) * p.chunks + chunk;
@@ -236,8 +277,12 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
           for (int64_t c = 0; c < D; ++c) sums[which][c] += part[c];
         }
       }
-      dk.write<D>(b, h, j, sums[0]);
-      dv.write<D>(b, h, j, sums[1]);
+      if (j == p.m) {
+        write_rest(b, h, sums[0], sums[1]);
+      } else {
+        dk.write<D>(b, h, j, sums[0]);
+        dv.write<D>(b, h, j, sums[1]);
+      }
     }
   });
 }
@@ -272,10 +317,12 @@ Problem problem(const Arguments& a, int64_t buffers) {
     if (a.starts[b] < 0 || a.starts[b] + lengths[b] > a.tokens)
       throw std::out_of_range("a packed sequence is not among the tokens");
   }
+  std::vector<float> logs(a.rest ? a.m + 1 : 0);
+  for (size_t count = 0; count < logs.size(); ++count) logs[count] = std::log(static_cast<float>(count));
   return Problem{Rows(a.query, a), Rows(a.key, a), Rows(a.value, a), mask,
                  Dropout{static_cast<float>(a.dropout), static_cast<uint64_t>(a.seed)}, static_cast<float>(a.scale),
                  a.B, a.H, a.n, a.m, group, rows, groups, std::max<int64_t>(1, (a.n + rows - 1) / rows), a.starts,
-                 std::move(lengths), a.parallel_for};
+                 std::move(lengths), a.rest, std::move(logs), a.parallel_for};
 }
 
 // The rows of a result, (B, H, rows, d) in the memory order (B, rows, H, d). Tokens that belong to no packed sequence
@@ -341,6 +388,6 @@ EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
     const auto p = problem(a, 4);
     const Rows grad(a.output, a);
     const auto dq = results(a.grad_query, a, p), dk = results(a.grad_key, a, p), dv = results(a.grad_value, a, p);
-    for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv); });
+    for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv, a.grad_rest); });
   });
 }

@@ -86,6 +86,7 @@ struct Singles {
   static Vec scaled(Vec query, float scale) { return query * scale; }
   static Vec add_products(Vec sum, Vec a, Vec b) { return sum + a * b; }
   static void add_weighted(Vec* sums, Vec weight, Vec value) { sums[0] += weight * value; }
+  static float packed(const float* channels) { return channels[0]; }
 };
 #if defined(__AVX512BF16__)
 struct Pairs {  // of bfloat16, whose products are exact
@@ -101,6 +102,9 @@ struct Pairs {  // of bfloat16, whose products are exact
   static void add_weighted(Vec* sums, Vec weight, Vec value) {
     sums[0] += weight * (Vec)((IntVec)value << 16);
     sums[1] += weight * (Vec)((IntVec)value & -65536);
+  }
+  static float packed(const float* channels) {
+    return as_float(to_bfloat16(channels[0]) | uint32_t{to_bfloat16(channels[1])} << 16);
   }
 };
 #endif
@@ -151,17 +155,21 @@ struct Mask {
 
   struct Sequence {
     int64_t first_key, end_key, first, last;  // first and last: -1 if there is no such token
+    int64_t num_real;
     const bool* holes;
+
+    bool is_real(int64_t r) const { return r >= first_key && r < end_key && !(holes && !holes[r]); }
   };
 
   Sequence sequence(int64_t b) const {
-    Sequence s{0, m, block && first ? 0 : -1, last ? last[b] : -1, nullptr};
+    Sequence s{0, m, block && first ? 0 : -1, last ? last[b] : -1, m, nullptr};
     if (padding) {
       const bool* real = padding + b * m;
       s.first_key = std::find(real, real + m, true) - real;
       s.end_key = m;
       while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
-      if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
+      s.num_real = std::count(real + s.first_key, real + s.end_key, true);
+      if (s.num_real < s.end_key - s.first_key) s.holes = real;
       if (first && (block || s.first_key > 0) && s.first_key < m) s.first = s.first_key;
       if (s.last >= 0 && !real[s.last]) s.last = -1;
     }
@@ -177,7 +185,7 @@ struct Mask {
   // so that a kernel may read keys four at a time.
   int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out, Cursor& cursor) const {
     const int64_t r = first_row + i;
-    if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
+    if (!s.is_real(r)) return 0;
     int64_t from = s.first_key, to = causal ? r + 1 : s.end_key;
     if (window >= 0) {
       from = std::max(from, r - window);
@@ -259,18 +267,23 @@ struct Mask {
 
 constexpr int64_t BLOCK = 32;  // queries of one head that are processed together
 
-// The live keys of a block of queries.
+// The live keys of a block of queries. With a rest it is the last one of each query that lacks some, as key m.
 struct Lists {
   int64_t size, count[BLOCK];
+  int64_t removed[BLOCK];  // how many real keys the rest stands for; 0 if there is none
   std::vector<int32_t> keys;
 
   explicit Lists(int64_t m) : size((m + 31) / 16 * 16), keys(BLOCK * size) {}
 
   int32_t* of(int64_t r) { return keys.data() + r * size; }
 
-  void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
+  void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows, bool rest) {
     Mask::Cursor cursor;
-    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r), cursor);
+    for (int64_t r = 0; r < rows; ++r) {
+      count[r] = mask.keys(sequence, h, first + r, of(r), cursor);
+      removed[r] = rest && sequence.is_real(mask.first_row + first + r) ? sequence.num_real - count[r] : 0;
+      if (removed[r]) std::fill_n(of(r) + count[r]++, 4, static_cast<int32_t>(mask.m));  // and three copies
+    }
   }
 };
 
@@ -278,25 +291,28 @@ struct Dropout {
   float probability;
   uint64_t seed;
 
-  // Sets factors[r * size + t] to 0 or 1 / (1 - p) for the t-th live key of query first + r. Random numbers are drawn
-  // for the live keys of the whole block in one sequence, so few are wasted on short lists.
+  // Sets factors[r * size + t] to 0 or 1 / (1 - p) for the t-th live key of query first + r, and to 1 for the rest.
+  // Random numbers are drawn for the live keys of the whole block in one sequence, so few are wasted on short lists.
   void draw(const Lists& lists, int64_t first, int64_t rows, int64_t head, float* factors) const {
     const uint32_t threshold = static_cast<uint32_t>(std::min(double{probability} * 4294967296.0, 4294967295.0));
     const float kept = 1.0f / (1.0f - probability);
     alignas(64) uint32_t numbers[64];
     int64_t used = 64;
     uint32_t calls = 0;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t t = 0; t < lists.count[r];) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t count = lists.count[r] - (lists.removed[r] > 0);
+      factors[r * lists.size + count] = 1.0f;
+      for (int64_t t = 0; t < count;) {
         if (used == 64) {
           philox(seed, calls++, static_cast<uint32_t>(first), static_cast<uint32_t>(head), numbers);
           used = 0;
         }
-        const int64_t size = std::min(64 - used, lists.count[r] - t);
+        const int64_t size = std::min(64 - used, count - t);
         float* to = factors + r * lists.size + t;
         for (int64_t e = 0; e < size; ++e) to[e] = numbers[used + e] >= threshold ? kept : 0.0f;
         used += size;
         t += size;
       }
+    }
   }
 };

@@ -32,8 +32,17 @@ struct Problem {
   int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
   const int64_t* starts;   // first token of each packed sequence; null if they are not packed
   std::vector<int64_t> lengths;  // of the packed sequences
+  // The rest of each sequence and head: a key and its value for every query that lacks real keys, and a number that is
+  // added to its score, and so is the logarithm of the number of keys that the query lacks. Null if there is none.
+  const float* rest;
+  std::vector<float> logs;  // of 0 to m
   ParallelFor parallel_for;
 
+  int64_t rest_place(int64_t b, int64_t h) const { return (b * H + h) * (2 * query.d + 1); }
+  float rest_score(int64_t b, int64_t h, int64_t removed) const {
+    return logs[removed] + rest[rest_place(b, h) + 2 * query.d];
+  }
+  int64_t key_rows() const { return m + (rest != nullptr); }  // of packed keys or values; the last is the rest's
   int64_t num_keys(int64_t b) const { return starts ? lengths[b] : m; }
   struct Task {
     int64_t b, first_head, end_head, chunk, first_row, end_row;

@@ -4,7 +4,7 @@
 // queries with the keys at one distance are then sums of products of adjacent numbers, and so are their outputs: no
 // sum across a vector, and one list of distances for all queries. With blocks of tokens, the W queries share their keys
 // instead. The entries of the first and the last token are apart from both: their columns are read as keys that the
-// queries share, their rows are computed on their own.
+// queries share, their rows are computed on their own. The rest is one more key that the queries share.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
@@ -69,7 +69,7 @@ struct Columns {
 
   explicit Columns(int64_t m) : stride(stride_of(m)), numbers(D / Format::size * stride) {}
   static int64_t stride_of(int64_t m) { return ((m + 3 * W + 15) / 16 | 1) * 16; }
-  const float* data() { return numbers.data() + W; }
+  float* data() { return numbers.data() + W; }
 
   void pack(const Rows& rows, int64_t b, int64_t h, int64_t count, const float* bias) {
     for (int64_t j = 0; j < count + W; j += W)
@@ -142,24 +142,36 @@ struct Toeplitz {
   Buffer biases, scores, queries, sums, rows;
   std::vector<int32_t> steps;
   float* const bias;  // added to the scores of a key: 0, or LOW where it is no key or one of the special tokens
+  const int32_t rest;  // the column of the rest, which no W keys reach that begin at one of the others
   Mask::Sequence s;
 
   explicit Toeplitz(const Problem& p)
       : p(p), query_scale(Format::size == 1 ? p.scale : 1.0f), score_scale(Format::size == 1 ? 1.0f : p.scale),
         keys(p.m), values(p.m), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W), sums(D * W),
-        rows(D * W), steps(p.m / W + 1), bias(biases.data() + W) {
+        rows(D * W), steps(p.m / W + 1), bias(biases.data() + W),
+        rest(static_cast<int32_t>(p.m + W)) {
     for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
   }
-
-  bool is_live(int64_t r) const { return r >= s.first_key && r < s.end_key && !(s.holes && !s.holes[r]); }
 
   void pack(int64_t b, int64_t h) {
     s = p.mask.sequence(b);
     std::fill(biases.data(), biases.data() + biases.size(), LOW);
-    for (int64_t j = s.first_key; j < s.end_key; ++j) bias[j] = is_live(j) ? 0 : LOW;
+    for (int64_t j = s.first_key; j < s.end_key; ++j) bias[j] = s.is_real(j) ? 0 : LOW;
     keys.pack(p.key, b, h, p.num_keys(b), bias);
     values.pack(p.value, b, h, p.num_keys(b), bias);
+    if (p.rest) {
+      const float* const row = p.rest + p.rest_place(b, h);
+      set_rest(row, keys);
+      set_rest(row + p.query.d, values);
+    }
     set_special(LOW);
+  }
+
+  void set_rest(const float* row, Columns<Format, D>& columns) {
+    float channels[D] = {};
+    std::copy_n(row, p.query.d, channels);
+    for (int64_t c = 0; c < R; ++c)
+      columns.data()[c * columns.stride + rest] = Format::packed(channels + c * Format::size);
   }
 
   void set_special(float live) {
@@ -183,9 +195,18 @@ struct Toeplitz {
     }
   }
 
+  // The first scores of the rest, for W queries of whose keys these are the first scores.
+  Vec begin_rest(int64_t b, int64_t h, const float* first, int64_t count) {
+    IntVec kept = {};
+    for (int64_t t = 0; t < count; ++t) kept -= load(first + t * W) == 0.0f;
+    alignas(64) float to[W];
+    for (int64_t l = 0; l < W; ++l) to[l] = p.rest_score(b, h, s.num_real - kept[l]) / score_scale;
+    return load(to);
+  }
+
   // The outputs of queries r to r + W - 1, from `queries` to `sums`, transposed.
   template <bool SHIFTED>
-  void attend(int64_t h, int64_t r) {
+  void attend(int64_t b, int64_t h, int64_t r) {
     const Mask& mask = p.mask;
     const int64_t stride = keys.stride, origin = r - r % mask.block, most = mask.window >= 0 ? mask.window : p.m;
     // The keys of the first of the queries, as far as one of all has such a key.
@@ -195,7 +216,7 @@ struct Toeplitz {
     const int32_t *begin = mask.offsets + mask.begin[h], *end = mask.offsets + mask.end[h];
     begin = std::lower_bound(begin, end, from - origin);
     const int64_t listed = std::max<int64_t>(std::lower_bound(begin, end, to - origin) - begin, 0);
-    int32_t special[2];
+    int32_t special[3];
     int64_t specials = 0;
     if (s.first >= 0) special[specials++] = static_cast<int32_t>(s.first);
     if (s.last >= 0 && s.last != s.first) special[specials++] = static_cast<int32_t>(s.last);
@@ -206,6 +227,10 @@ struct Toeplitz {
     else
       begin_shared(r, begin, origin, listed, false, own);
     begin_shared(r, special, 0, specials, true, shared);
+    if (p.rest) {
+      store(shared + specials * W, begin_rest(b, h, own, listed + specials));
+      special[specials++] = rest;
+    }
     for (int64_t c = 0; c < R; c += C) {
       Vec q[C];
 #pragma GCC unroll 16
@@ -235,24 +260,33 @@ struct Toeplitz {
     Format::template read<D>(p.query, b, h, i, query);
     set_special(0);
     if (!mask.self) bias[r] = LOW;
-    // In the place of W queries is this one, and each vector holds its scores with W keys.
-    const int64_t vectors = (to - from + W - 1) / W;
-    for (int64_t t = 0; t < vectors; ++t) store(scores.data() + t * W, load(bias + from + t * W));
+    // In the place of W queries is this one, and each vector holds its scores with W keys. The rest, which stands for
+    // its own key, is alone in a vector before them.
+    const int64_t vectors = (to - from + W - 1) / W, others = p.rest && !mask.self ? W : 0;
+    float* const own = scores.data() + others;
+    for (int64_t t = 0; t < vectors; ++t) store(own + t * W, load(bias + from + t * W));
     set_special(LOW);
+    if (others) {
+      store(scores.data(), broadcast(LOW));
+      scores.data()[0] = p.rest_score(b, h, 1) / score_scale;
+    }
     for (int64_t c = 0; c < R; c += C) {
       Vec q[C];
       for (int64_t k = 0; k < C; ++k) q[k] = Format::scaled(broadcast_bits(query + c + k), query_scale);
-      add_scores<Format, C, true>(q, keys.data() + c * stride + from, stride, steps.data(), vectors, scores.data());
+      add_scores<Format, C, true>(q, keys.data() + c * stride + from, stride, steps.data(), vectors, own);
+      if (others) add_scores<Format, C, false>(q, keys.data() + c * stride, stride, &rest, 1, scores.data());
     }
-    store(scores.data() + to - from, broadcast(LOW));
-    for (int64_t t = 0; t < vectors; ++t) store(scores.data() + t * W, load(scores.data() + t * W) * score_scale);
-    const Vec total = softmax_numerators(scores.data(), to - from);
+    store(own + to - from, broadcast(LOW));
+    const int64_t count = others + to - from;
+    for (int64_t t = 0; t < count; t += W) store(scores.data() + t, load(scores.data() + t) * score_scale);
+    const Vec total = softmax_numerators(scores.data(), count);
     const Vec inverse = total == 0.0f ? Vec{} : 1.0f / total;
     constexpr int64_t V = C / Format::size;
     for (int64_t c = 0; c < R; c += V) {
       Vec sum[C] = {};
-      const float* value = values.data() + c * stride + from;
-      add_values<Format, V, true, true>(scores.data(), value, stride, steps.data(), vectors, sum);
+      const float* value = values.data() + c * stride;
+      add_values<Format, V, true, true>(own, value + from, stride, steps.data(), vectors, sum);
+      if (others) add_values<Format, V, false, true>(scores.data(), value, stride, &rest, 1, sum);
       for (int64_t k = 0; k < C; ++k) output[c * Format::size + k] = (sum_of(sum[k]) * inverse)[0];
     }
   }
@@ -262,14 +296,14 @@ struct Toeplitz {
     const int64_t r = p.mask.first_row + i;
     bool plain = count == W, any = false;
     for (int64_t l = 0; l < count; ++l) {
-      const bool live = is_live(r + l);
+      const bool live = s.is_real(r + l);
       plain &= live && r + l != s.first && r + l != s.last;
       any |= live;
     }
     if (any) {
       read_columns<Format, D>(p.query, b, h, i, count, [](int64_t) { return false; }, queries.data(), W);
-      if (p.mask.block == 1) attend<true>(h, r);
-      else attend<false>(h, r);
+      if (p.mask.block == 1) attend<true>(b, h, r);
+      else attend<false>(b, h, r);
     }
     const bool direct = plain && Singles::is_packed<D>(output);
     float* const to = direct ? reinterpret_cast<float*>(output.row(b, h, i)) : rows.data();
@@ -277,7 +311,7 @@ struct Toeplitz {
     if (direct) return;
     for (int64_t l = 0; l < count; ++l) {
       float* const row = rows.data() + l * D;
-      if (!is_live(r + l)) std::fill(row, row + D, 0.0f);
+      if (!s.is_real(r + l)) std::fill(row, row + D, 0.0f);
       else if (r + l == s.first || r + l == s.last) attend_to_all(b, h, i + l, row);
       output.write<D>(b, h, i + l, row);
     }
