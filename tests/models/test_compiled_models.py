@@ -419,6 +419,22 @@ def test_an_error_of_the_mask_is_its_own():
     assert outputs(engine, BATCHES[0]).last_hidden_state.isfinite().all()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
+def test_an_error_of_the_operator_is_not_lost(error, monkeypatch):
+    engine = compiled(a_model())
+    want = outputs(engine, BATCHES[0]).last_hidden_state
+
+    def fail(*args):
+        raise error("in the operator")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling.engine_module("openvino"), "run_backend", fail)
+        for _ in range(2):
+            with pytest.raises(error, match="in the operator"):
+                outputs(engine, BATCHES[0])
+    assert torch.equal(outputs(engine, BATCHES[0]).last_hidden_state[REAL], want[REAL])
+
+
 def damage(name, content):
     def apply(folder):
         (folder / name).write_bytes(content)
