@@ -37,8 +37,9 @@ ARCHS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 INTEGERS = ("first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold")
 FLOATS = ("scale", "scaling", "keep_scale")
+RESTS = ("rest_key", "rest_value", "rest_score", "rest_parts")
 OTHER_POINTERS = {
-    **dict.fromkeys(("lse", "delta"), "*fp32"),
+    **dict.fromkeys(("lse", "delta", *RESTS), "*fp32"),
     **dict.fromkeys(("pool", "seed", "spans"), "*i64"),
     **dict.fromkeys(("padding", "table"), "*i8"),
 }
@@ -55,8 +56,8 @@ LISTED = ("forward", "query_grad", "column")
 # Steps that their copies are under way at least before they are waited for.
 LEAST_AHEAD = 1
 HEADER = (
-    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'warps':>5} {'stages':>6} {'regs':>5} "
-    f"{'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
+    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'rest':>5} {'warps':>5} {'stages':>6} "
+    f"{'regs':>5} {'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
 )
 
 
@@ -79,6 +80,7 @@ class Variant:
     padding: bool = True
     rows: int = 0
     limit: int | None = None
+    rest: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,13 @@ def compiled(variant):
         "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]
-    absent += [] if variant.padding else ["padding", "spans"]
+    # With padding, the kernels count what a rest stands for.
+    absent += ["removed"] if variant.padding else ["padding", "spans"]
+    absent += [] if variant.rest else [*RESTS, "removed"]
     if constants.get("GRADIENT") is False:
-        absent += ["output_grad", "delta", "query_grad"]
+        absent += ["output_grad", "delta", "query_grad", "rest_parts"]
+    elif constants.get("GRADIENT"):
+        absent += ["rest_score", "removed"]
     function = getattr(triton_kernels, name)
     configuration = variant.warps, variant.stages, variant.limit
     return build(function, absent, constants, variant.dtype, variant.arch, *configuration)
@@ -170,9 +176,10 @@ def variants(archs, dtypes, head_sizes):
         rows = [0]
         if kernel == "short_backward":
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
-        for num_rows, dropout in itertools.product(rows, (False, True)):
+        rests = (False,) if kernel == "column" else (False, True)  # which knows of no rest
+        for num_rows, dropout, rest in itertools.product(rows, (False, True), rests):
             for warps, stages, step, *limit in configurations(kernel, head_size, dtype, arch, dropout):
-                fields = {"rows": num_rows, "limit": limit[0] if limit else None}
+                fields = {"rows": num_rows, "limit": limit[0] if limit else None, "rest": rest}
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, **fields)
 
 
@@ -184,8 +191,9 @@ def line(variant, found):
     wait, ahead = ("-", "-") if found.wait is None else (found.wait, f"{found.ahead:.2f}")
     return (
         f"{variant.kernel:15} sm_{variant.arch:<3} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
-        f"{'yes' if variant.dropout else 'no':>5} {variant.warps:5} {variant.stages:6} {found.registers:5} "
-        f"{'{}/{}'.format(*found.spills):>9} {found.shared:7} {wait:>5} {ahead:>6} {found.wgmma:6}"
+        f"{'yes' if variant.dropout else 'no':>5} {'yes' if variant.rest else 'no':>5} {variant.warps:5} "
+        f"{variant.stages:6} {found.registers:5} {'{}/{}'.format(*found.spills):>9} {found.shared:7} "
+        f"{wait:>5} {ahead:>6} {found.wgmma:6}"
     )
 
 

@@ -29,8 +29,10 @@ BACKENDS: dict[str, Backend] = {
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "rest", "window"})
     ),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"rest", "window"}), raw=True),
-    "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse),
-    "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
+    "sparse_triton": Backend(
+        triton.triton_backend, triton.prepare, triton_limits.refuse, supports=frozenset({"rest"})
+    ),
+    "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse, supports=frozenset({"rest"})),
 }
 
 

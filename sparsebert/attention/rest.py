@@ -101,6 +101,11 @@ def num_removed(bias: torch.Tensor, padding: torch.Tensor | None) -> torch.Tenso
     return (bias.shape[-1] if padding is None else padding.sum(-1)[:, None, None, None]) - kept
 
 
+def removed_keys(table: torch.Tensor) -> tuple[torch.Tensor]:
+    """How many keys a mask, bool `(H, m, m)`, removes for each query: int32 `(H, m)`, a form of [`compiled`]."""
+    return ((~table).sum(-1, dtype=torch.int32),)
+
+
 def with_rest(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: MaskInputs, rest: Rest, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, MaskInputs]:

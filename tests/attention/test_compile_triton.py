@@ -29,7 +29,7 @@ def compiled(capsys):
 @pytest.mark.slow
 def test_the_short_kernel(compiled):
     lines = compiled("--arch", "90", "--head_size", "32", "--kernel", "short_forward")
-    assert [line["drop"] for line in lines] == ["no", "yes"]
+    assert [line["drop"] + line["rest"] for line in lines] == ["nono", "noyes", "yesno", "yesyes"]
     for line in lines:
         assert line["kernel"] == "short_forward" and line["arch"] == "sm_90" and line["spill"] == "0/0"
         assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
@@ -37,7 +37,7 @@ def test_the_short_kernel(compiled):
 
 def test_kernels_on_lists_neither_spill_nor_wait(compiled):
     lines = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
-    assert {line["drop"] for line in lines} == {"no", "yes"}
+    assert {line["drop"] + line["rest"] for line in lines} == {"nono", "noyes", "yesno", "yesyes"}
     for line in lines:
         assert line["spill"] == "0/0" and float(line["ahead"]) >= 1
 

@@ -39,7 +39,10 @@ runs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter where there is no GPU")
 @pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(marker):
-    files = [__file__, *(str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in ("models", "safety"))]
+    files = [
+        __file__,
+        *(str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in ("models", "rest", "safety")),
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker, *files]
     result = subprocess.run(
         command,
@@ -160,7 +163,7 @@ class Case:
 
     def arguments(self, seed=(5, 7)):
         """What follows query, key and value."""
-        *tiles, spans = self.inputs.compiled[0]
+        *tiles, spans, _ = self.inputs.compiled[0]
         tokens = (self.inputs.first_token, self.inputs.last_token)
         seed = torch.tensor(seed, device=DEVICE)
         return tiles, self.padding, *tokens, None, False, seed, self.dropout, self.scaling, spans
@@ -270,7 +273,7 @@ def test_what_is_recorded_is_an_operator():
     assert all(torch.equal(got, want) for got, want in zip(results, plain[1:], strict=True))
     graph = make_fx(lambda grad: torch.autograd.grad(output, leaves, grad, retain_graph=True))(case.grad)
     assert "tile_attention_backward" in graph.code
-    tiles = case.inputs.compiled[0][:-1]
+    tiles = case.inputs.compiled[0][:-2]
 
     def unmasked(*tensors):
         return tile_attention(*tensors, tiles, None, None, None, None, False, None, 0.0, 1.0)
@@ -328,9 +331,11 @@ def test_the_operator_is_well_formed():
     """Schema, fake kernel and autograd registration, as PyTorch checks them."""
     case = Case(20, padding=RAGGED, dropout=0.1)
     tiles, padding, first, last, _, _, seed, *_, spans = case.arguments()
-    rest = (list(tiles), padding.view(torch.int8), spans, first, last, seed, False, False, 60000, 1.0)
+    rest = [torch.randn(2, 1, *size, device=DEVICE, requires_grad=True) for size in ((32,), (32,), ())]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*case.leaves(), *rest), test_utils=checks)
+    for own in ([None] * 3, rest):
+        mask = (list(tiles), padding.view(torch.int8), spans, first, last, seed, *own, None, False, False, 60000, 1.0)
+        torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*case.leaves(), *mask), test_utils=checks)
 
 
 def test_spans():
@@ -348,9 +353,9 @@ def test_shapes_without_running():
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
         tiles = [mode.from_tensor(tensor) for tensor in mask]
-        rest = (tiles, None, None, None, None, None, False, False, 65536, 1.0)
-        output, lse = torch.ops.sparsebert.tile_attention(*leaves, *rest)
-        gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *rest)
+        mask = (tiles, *[None] * 9, False, False, 65536, 1.0)
+        output, lse = torch.ops.sparsebert.tile_attention(*leaves, *mask)
+        gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *mask)
     assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16
     assert lse.shape == (2, 3, 70) and lse.dtype == torch.float32
     for gradient, leaf in zip(gradients, leaves, strict=True):

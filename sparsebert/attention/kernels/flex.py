@@ -9,12 +9,13 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers.utils import logging
 
 from ...masks.compiled_forms import compiled, remember
 from ...masks.sparse_mask import SparseMask
 from ..mask_inputs import MaskInputs
+from ..rest import removed_keys
 
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def refuse(request: "Request") -> str | None:
         return f"it runs on {' or '.join(BLOCK_SIZES)}, got device {request.device!r}"
     if request.device == "cpu" and request.gradients:
         return "it has no gradients on device 'cpu'; run under torch.no_grad()"
+    if request.device == "cpu" and "rest" in request.needs and torch.compiler.is_compiling():
+        return "inside torch.compile it has no rest on device 'cpu'"
     if request.num_queries != request.num_keys:
         return f"it needs as many queries as keys, got {request.num_queries} and {request.num_keys}; use_cache=False"
     if request.dtype not in DTYPES:
@@ -157,12 +160,31 @@ def make_block_mask(
     )
 
 
-def _attention(query, key, value, block_mask, scaling):
+def _removed_with_padding(table, padding, tokens, diagonal):
+    """[`removed_keys`] of each sequence `(B, H, m)`, for the arguments of [`make_block_mask`]."""
+    position, special = torch.arange(table.shape[-1], device=table.device), torch.zeros_like(padding)
+    for token in tokens:
+        if token is not None:
+            special = special | (position == token[:, None])
+    number = padding.sum(-1)[:, None, None]
+    with torch.autocast(table.device.type, enabled=False):
+        others = (padding & ~special).float().T
+        kept = torch.stack([head.float() @ others for head in table]).permute(2, 0, 1)
+    kept = kept + (padding & special).sum(-1)[:, None, None]
+    return number - torch.where(special[:, None], number - int(diagonal is False), kept)
+
+
+def _attention(query, key, value, block_mask, scaling, with_lse):
+    """The output `(B, H, m, d)`, `with_lse` and the logarithm of the normalizer `(B, H, m)`."""
+    if with_lse:
+        aux = AuxRequest(lse=True)
+        output, found = flex_attention(query, key, value, block_mask=block_mask, scale=scaling, return_aux=aux)
+        return output, found.lse
     return flex_attention(query, key, value, block_mask=block_mask, scale=scaling)
 
 
 @functools.cache
-def _compiled(*kind):
+def _compiled(backend, *kind):
     """
     `_attention` compiled for inputs of one kind: a shape, and all else that PyTorch compiles again for. It refuses to
     compile a code object more than `recompile_limit` times, so each kind gets its own.
@@ -173,7 +195,7 @@ def _compiled(*kind):
             "padding, with and without gradients), which takes seconds each. Pad to fewer lengths and batch sizes."
         )
     code = _attention.__code__.replace(co_name="_".join(["flex", *map(str, kind)]))
-    return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
+    return torch.compile(types.FunctionType(code, globals()), backend=backend, fullgraph=True, dynamic=False)
 
 
 def num_compiled() -> int:
@@ -195,7 +217,7 @@ def _cuda_forms(table):
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The block mask of every layer."""
+    """The block mask of every layer, with a rest in a pair with [`removed_keys`]."""
     device, block = inputs.device, BLOCK_SIZES[inputs.device.type]
     make_form = _cuda_forms if device.type == "cuda" else _cpu_forms
     forms = compiled(mask, make_form, inputs.num_keys, inputs.causal, device)
@@ -207,8 +229,19 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         )
 
     if inputs.padding is not None or torch.compiler.is_compiling():
-        return {"compiled": make()}
-    return {"compiled": remember(mask, ("block mask", inputs.num_keys, inputs.causal, str(device)), make)}
+        masks = make()
+    else:
+        masks = remember(mask, ("block mask", inputs.num_keys, inputs.causal, str(device)), make)
+    if all(bias is None for bias in inputs.rest):
+        return {"compiled": masks}
+    if inputs.padding is None:
+        removed = [
+            form[0] for form in compiled(mask, removed_keys, inputs.num_keys, inputs.causal, device, special="all")
+        ]
+    else:
+        tokens = (inputs.first(), inputs.last())
+        removed = [_removed_with_padding(form[0], inputs.padding, tokens, mask.diagonal) for form in forms]
+    return {"compiled": tuple(zip(masks, removed, strict=True))}
 
 
 def flex_backend(
@@ -217,15 +250,32 @@ def flex_backend(
     """PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout."""
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
-    return block_attention(query, key, value, inputs.compiled[0], scaling), None
+    rest = inputs.rest[0]
+    if rest is None:
+        output = block_attention(query, key, value, inputs.compiled[0], scaling)
+    else:
+        block_mask, removed = inputs.compiled[0]
+        output, lse = block_attention(query, key, value, block_mask, scaling, with_lse=True)
+        scores = (query * rest.key[:, :, None]).sum(-1) * scaling + rest.score[..., None] + removed.clamp(min=1).log()
+        stands = removed > 0 if inputs.padding is None else (removed > 0) & inputs.padding[:, None]
+        share = torch.where(stands, torch.sigmoid(scores - lse), 0.0)[..., None]  # (B, H, m, 1)
+        output = (output + share * (rest.value[:, :, None] - output)).to(query.dtype)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask, scaling: float
-) -> torch.Tensor:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: BlockMask,
+    scaling: float,
+    with_lse: bool = False,
+) -> Any:
     """
-    Attention `(B, m, H, d)` under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a
+    Attention `(B, H, m, d)` under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a
     scale, a mask with or without padding, and so on. Queries without a live key give exactly 0 and get no gradient.
+    `with_lse`: and the logarithm of each query's normalizer, `(B, H, m)`. PyTorch's kernel for CPUs has none, so on
+    CPUs the scores are then stored.
     """
     if not torch.is_grad_enabled():
         # On CPU the operator refuses inputs that require a gradient, even if none is computed.
@@ -239,5 +289,6 @@ def block_attention(
         # The mask is a constant of the graph up to the values of its tensors.
         parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__ or ())
         mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
-        function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), *mask)
-    return function(query, key, value, block_mask, scaling).transpose(1, 2).contiguous()
+        kind = (*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), with_lse, *mask)
+        function = _compiled("eager" if with_lse and query.device.type == "cpu" else "inductor", *kind)
+    return function(query, key, value, block_mask, scaling, with_lse)

@@ -18,6 +18,7 @@ from ...masks.compiled_forms import compiled
 from ...masks.sparse_mask import SparseMask
 from ...masks.tiles import TILE, TileForm, tile_form
 from ..mask_inputs import MaskInputs, per_sequence
+from ..rest import Rest, removed_keys
 from .triton_launch import configurations, interpreted, launch
 from .triton_limits import capability, check
 
@@ -43,6 +44,8 @@ def tile_attention(
     dropout: float,
     scaling: float,
     spans: torch.Tensor | None = None,
+    rest: Rest | None = None,
+    removed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention `(B, n, H, d)` under a mask in tile form; queries without a key give 0.
@@ -53,6 +56,9 @@ def tile_attention(
     [`real_spans`] if they are at hand. `dropout` needs a `seed`, int64 `(2,)`, and is rounded to multiples of 1/65536;
     `scaling` is positive. Query, key and value `(B, H, n, d)` have any strides and the same dtype: bfloat16, float16
     or float32.
+
+    `rest` is one more key, which dropout never drops. `removed` is then the number of keys that the mask removes for
+    each query, int32 `(H, n)`; with padding it is counted.
     """
     check(query, key, value, tiles, seed, dropout, scaling)
     threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
@@ -61,11 +67,13 @@ def tile_attention(
         padding = padding.contiguous().view(torch.int8)
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    rests = [] if rest is None else [tensor.float().contiguous() for tensor in rest]
+    sources = [*tensors, *rests]
     options = (diagonal is False, causal, threshold, scaling)
-    arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *options)
-    if _observed(*tensors):
+    arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *(rests or [None] * 3), removed, *options)
+    if _observed(*sources):
         output, _ = torch.ops.sparsebert.tile_attention(*arguments)
-    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources):
         output, _ = _TileAttention.apply(*arguments)
     else:
         output, _ = _forward(*arguments)
@@ -122,19 +130,21 @@ def _bucket(length):
 
 # The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
 _MASK = (
-    "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, bool diagonal_off, "
-    "bool causal, int threshold, float scaling"
+    "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, Tensor? rest_key, "
+    "Tensor? rest_value, Tensor? rest_score, Tensor? removed, bool diagonal_off, bool causal, int threshold, "
+    "float scaling"
 )
+# Where among them those of the rest are.
+_REST = slice(6, 10)
 
 
-def _kernel_arguments(
-    query, key, value, tiles, padding, spans, first, last, seed, diagonal_off, causal, threshold, scaling
-):
+def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, seed, *more):
     """
-    What the kernels have in common: the tile form, the run-time arguments after the tile form, the compile-time
-    arguments, whether there are special tokens, and the configurations of a kernel by its name.
+    What the kernels have in common: the tile form, the run-time arguments after the tile form, in two parts between
+    which those of the rest are, the compile-time arguments, whether there are special tokens, and the configurations
+    of a kernel by its name.
     """
-    tiles = TileForm(*tiles)
+    tiles, (diagonal_off, causal, threshold, scaling) = TileForm(*tiles), more[4:]
     strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
     # 0 where a position is the same in all sequences.
     token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
@@ -143,25 +153,28 @@ def _kernel_arguments(
     mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
     constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
     special = first is not None or last is not None
-    arguments = [padding, spans, first, last, seed, *strides, *token_strides, *sizes, *factors]
+    sequences, numbers = [padding, spans, first, last, seed], [*strides, *token_strides, *sizes, *factors]
 
     def choices(kernel):
         return configurations(kernel, query.shape[3], *_hardware(query), seed is not None)
 
-    return tiles, arguments, constants, special, choices
+    return tiles, sequences, numbers, constants, special, choices
 
 
 def _forward(query, key, value, *mask):
-    """Output `(B, n, H, d)` and base-2 logarithm of the normalizer `(B, H, n)`."""
-    output, lse = _attention_shapes(query, key, value)
-    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    """
+    Output `(B, n, H, d)` and base-2 logarithm of the normalizer `(B, H, n)`; with a rest `(2, B, H, n)`, where its
+    scores are the second.
+    """
+    output, lse = _attention_shapes(query, key, value, *mask)
+    tiles, sequences, numbers, constants, special, choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
     short = length <= SHORT_LENGTH
     programs = tiles.tiles.shape[1] + (special and not short)
     launch(
         "row_kernel",
         batch * num_heads * programs,
-        [query, key, value, output, lse, None, None, None, *tiles[:6], *rest],
+        [query, key, value, output, lse, None, None, None, *tiles[:6], *sequences, *mask[_REST], None, *numbers],
         constants | {"SHORT": short, "GRADIENT": False},
         choices("short_forward" if short else "forward"),
         max(_bucket(length), SHORT_LENGTH),
@@ -172,30 +185,44 @@ def _forward(query, key, value, *mask):
 def _attention_shapes(query, key, value, *mask):
     batch, num_heads, length, head_size = query.shape
     output = query.new_empty(batch, length, num_heads, head_size)
-    return output, query.new_empty(batch, num_heads, length, dtype=torch.float32)
+    rows = (batch, num_heads, length) if mask[_REST][0] is None else (2, batch, num_heads, length)
+    return output, query.new_empty(rows, dtype=torch.float32)
 
 
 def _backward(output_grad, query, key, value, output, lse, *mask):
-    """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
+    """
+    Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`, and with a rest those of
+    its key, value and score: a list.
+    """
     gradients = [torch.empty_like(output) for _ in range(3)]
-    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    tiles, sequences, numbers, constants, special, choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
+    rest_key, rest_value, *_ = mask[_REST]
+
+    def sums_over(programs):
+        return None if rest_key is None else lse.new_empty(batch, num_heads, programs, 2 * head_size + 1)
+
     if length <= short_backward_limit(head_size, *_hardware(query)):
+        sums = sums_over(1)
         launch(
             "short_backward_kernel",
             batch * num_heads,
-            [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *rest],
+            [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *sequences, rest_key, rest_value]
+            + [sums, *numbers],
             constants | {"ROWS": max(_bucket(length), TILE)},
             choices("short_backward"),
             max(_bucket(length), TILE),
         )
     else:
-        delta = torch.empty_like(lse)
+        delta = lse.new_empty(batch, num_heads, length)
+        programs = tiles.tiles.shape[1] + special
+        sums = sums_over(programs)
         bucket = max(_bucket(length), SHORT_LENGTH)
         launch(
             "row_kernel",
-            batch * num_heads * (tiles.tiles.shape[1] + special),
-            [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *rest],
+            batch * num_heads * programs,
+            [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *sequences]
+            + [rest_key, rest_value, None, None, sums, *numbers],
             constants | {"SHORT": False, "GRADIENT": True},
             choices("query_grad"),
             bucket,
@@ -203,18 +230,21 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
         launch(
             "column_kernel",
             batch * num_heads * (tiles.tiles.shape[2] + special),
-            [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *rest],
+            [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *sequences] + numbers,
             constants,
             choices("column"),
             bucket,
         )
-    query_grad, key_grad, value_grad = (gradient.transpose(1, 2) for gradient in gradients)
-    return query_grad, key_grad, value_grad
+    gradients = [gradient.transpose(1, 2) for gradient in gradients]
+    if sums is None:
+        return gradients
+    parts = (sums[..., :head_size], sums[..., head_size:-1], sums[..., -1])
+    return [*gradients, *(part.sum(2) for part in parts)]
 
 
 def _backward_shapes(output_grad, query, key, value, output, lse, *mask):
-    query_grad, key_grad, value_grad = (torch.empty_like(output).transpose(1, 2) for _ in range(3))
-    return query_grad, key_grad, value_grad
+    gradients = [torch.empty_like(output).transpose(1, 2) for _ in range(3)]
+    return gradients if mask[_REST][0] is None else [*gradients, *map(torch.empty_like, mask[_REST][:3])]
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -222,22 +252,29 @@ def _no_second_derivatives(ctx, *grads):
 
 
 def _remember(ctx, inputs, output):
-    query, key, value, tiles, padding, spans, first, last, seed, *ctx.options = inputs
-    ctx.num_tiles = len(tiles)
-    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *tiles)
+    query, key, value, tiles, padding, spans, first, last, seed, *more = inputs
+    *rest, _ = more[:4]
+    ctx.num_tiles, ctx.options = len(tiles), more[4:]
+    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *rest, *tiles)
 
 
 def _saved(ctx, output_grad):
     """The arguments of the backward."""
     # Activation checkpointing lets `ctx.saved_tensors` be read once only.
-    query, key, value, output, lse, padding, spans, first, last, seed, *tiles = ctx.saved_tensors
+    query, key, value, output, lse, padding, spans, first, last, seed, *more = ctx.saved_tensors
     tensors = (output_grad.contiguous(), query, key, value, output, lse)
-    return *tensors, tiles, padding, spans, first, last, seed, *ctx.options
+    return *tensors, more[3:], padding, spans, first, last, seed, *more[:3], None, *ctx.options
+
+
+def _by_argument(ctx, tiles, query_grad=None, key_grad=None, value_grad=None, *rest):
+    """The gradients of all arguments, of which `tiles` is that of the tiles."""
+    rest = rest or [None] * 3
+    return query_grad, key_grad, value_grad, tiles, *[None] * 5, *rest, None, *[None] * len(ctx.options)
 
 
 def _differentiate(ctx, output_grad, lse_grad):
     gradients = torch.ops.sparsebert.tile_attention_backward(*_saved(ctx, output_grad))
-    return *gradients, [None] * ctx.num_tiles, *[None] * (5 + len(ctx.options))
+    return _by_argument(ctx, [None] * ctx.num_tiles, *gradients)
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value"
@@ -250,7 +287,7 @@ _attention_backward = torch.library.custom_op(
     "sparsebert::tile_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor output_grad, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor output_grad, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> Tensor[]",
 )
 _attention_backward.register_fake(_backward_shapes)
 _attention_backward.register_autograd(_no_second_derivatives)
@@ -269,27 +306,29 @@ class _TileAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad, _):
-        nothing = [None] * (6 + len(ctx.options))
         if output_grad is None:
-            return None, None, None, *nothing
+            return _by_argument(ctx, None)
         # With a graph of the backward, the operator says that it has no second derivatives.
         operator = torch.is_grad_enabled() or _observed(output_grad)
         function = torch.ops.sparsebert.tile_attention_backward if operator else _backward
-        return *function(*_saved(ctx, output_grad)), *nothing
+        return _by_argument(ctx, None, *function(*_saved(ctx, output_grad)))
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """
-    The tile form of every layer's mask, the special tokens of each sequence, the spans of their real tokens, and the
-    seeds of dropout. What depends on the batch is made here, once for all layers, since each operation of a layer is a
-    launch.
+    The tile form of every layer's mask with the spans of the real tokens of each sequence or, without padding, the
+    numbers of keys that a rest stands for; the special tokens of each sequence; and the seeds of dropout. What depends
+    on the batch is made here, once for all layers, since each operation of a layer is a launch.
     """
     tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
     first, last, spans = inputs.first(), inputs.last(), None
+    removed = ((None,),) * len(tiles)
     if inputs.padding is not None:
         batch, spans = len(inputs.padding), real_spans(inputs.padding)
         first, last = per_sequence(first, batch), per_sequence(last, batch)
-    forms = tuple((*form, spans) for form in tiles)
+    elif any(bias is not None for bias in inputs.rest):
+        removed = compiled(mask, removed_keys, inputs.num_keys, inputs.causal, inputs.device, "all")
+    forms = tuple((*form, spans, *number) for form, number in zip(tiles, removed, strict=True))
     seeds = draw_seeds(inputs.dropout_layers, inputs.device) if inputs.dropout_layers else (None,)
     return {"compiled": forms, "first_token": first, "last_token": last, "seeds": seeds}
 
@@ -308,7 +347,7 @@ def triton_backend(
     seed = inputs.seeds[0]
     if dropout and seed is None:
         (seed,) = draw_seeds(1, query.device)
-    *tiles, spans = inputs.compiled[0]
+    *tiles, spans, removed = inputs.compiled[0]
     output = tile_attention(
         query,
         key,
@@ -323,5 +362,7 @@ def triton_backend(
         dropout,
         scaling,
         spans,
+        inputs.rest[0],
+        removed,
     )
     return output, None

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .triton_loops import dense_columns, dense_rows, listed_columns, listed_rows
+from .triton_rest import rest_gradient
 from .triton_steps import (
     SPECIALS,
     WORD,
@@ -35,8 +36,9 @@ from .triton_steps import (
 @triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold"])
 def row_kernel(
     query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
-    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
+    partial, padding, spans, first, last, seed, rest_key, rest_value, rest_score, removed, rest_parts, q_b, q_h, q_n,
+    k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold,
+    keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -48,9 +50,14 @@ def row_kernel(
     `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `spans`
     (B, 3 + tile_columns) int64, `first` and `last` (B,) or (1,) int32 (then `first_b` or `last_b` is 0) and `seed`
     (2,) int64 may be `None`.
+
+    `rest_key` and `rest_value` (B, H, d), `rest_score` (B, H) are those of the rest, or `None`; `removed` (H, n) int32
+    is the number of keys that the mask removes, counted here if it is `None`. The forward writes the scores of the
+    rest behind `lse`. With GRADIENT, `rest_parts` (B, H, programs, 2 d + 1) is written, see [`rest_gradient`].
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
+    PROGRAMS: tl.constexpr = 1 if SPECIAL else 0  # beyond those of blocks
     bh, block = program_place(tile_rows, SPECIAL)
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h
@@ -61,6 +68,17 @@ def row_kernel(
     output += o_start
     lse += bh.to(tl.int64) * length
     tiles += head * tile_rows * tile_columns
+    scores = None
+    if rest_key is not None:
+        scores = lse + (tl.num_programs(0) // (tile_rows + PROGRAMS)).to(tl.int64) * length
+        rest_key += bh * HEAD
+        rest_value += bh * HEAD
+        if removed is not None:
+            removed += head * length
+        if GRADIENT:
+            rest_parts += (bh.to(tl.int64) * (tile_rows + PROGRAMS) + block + PROGRAMS) * (2 * HEAD + 1)
+        else:
+            rest_score += bh
     if GRADIENT:
         output_grad += o_start
         query_grad += o_start
@@ -81,31 +99,34 @@ def row_kernel(
         rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         dense_rows(
             rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
-            output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
-            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
-            BLOCK_Q, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
+            output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value,
+            rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
+            threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
-                output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
-                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
-                SPECIALS, DIAGONAL_OFF, CAUSAL, True, GRADIENT,
+                output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key,
+                rest_value, rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n,
+                scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
+                True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
                 block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
                 lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
-                first, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
-                threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+                first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length,
+                tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
+                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
             block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
             output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
-            last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
-            keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+            last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
+            DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
         )  # fmt: skip
 
 
@@ -173,8 +194,8 @@ def column_kernel(
 @triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_columns", "threshold"])
 def short_backward_kernel(
     query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, spans, first,
-    last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns,
-    scale, scaling, threshold, keep_scale,
+    last, seed, rest_key, rest_value, rest_parts, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
+    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -205,6 +226,12 @@ def short_backward_kernel(
         HEAD, True,
     )  # fmt: skip
     dq = tl.zeros([ROWS, HEAD], tl.float32)
+    if rest_key is not None:
+        own_k, own_v = tl.load(rest_key + bh * HEAD + d), tl.load(rest_value + bh * HEAD + d)
+        scores = lse + (tl.num_programs(0).to(tl.int64) + bh) * length
+        rest_parts += bh.to(tl.int64) * (2 * HEAD + 1)
+        rest_ds = rest_gradient(rows, store, q, do, row_lse, row_delta, own_v, scores, rest_parts, scaling, HEAD)
+        dq = rest_ds[:, None] * own_k[None, :]
     for step in range(0, tl.cdiv(length, STEP)):
         columns = step * STEP + lane
         inside = columns < length

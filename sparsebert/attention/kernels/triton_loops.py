@@ -9,6 +9,7 @@ Letters: B batch, H heads, n length, d head size.
 import triton
 import triton.language as tl
 
+from .triton_rest import first_sums
 from .triton_steps import (
     SPECIALS,
     WORD,
@@ -34,7 +35,8 @@ from .triton_steps import (
 def listed_rows(
     block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
     output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
-    bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows, tile_columns, q_n, k_n,
+    v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -46,9 +48,17 @@ def listed_rows(
     q, do, row_lse, row_delta, real = start_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
     )
-    acc = tl.zeros([BLOCK_Q, HEAD], tl.float32)
-    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    own = store
+    if SPECIAL and rest_key is not None:
+        if first is not None:
+            own &= rows != first
+        if last is not None:
+            own &= rows != last
+    acc, top, total = first_sums(
+        rows, own, real, q, do, row_lse, row_delta, begin, end, first_real, behind_real, holes, words, tiles, pool,
+        first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts, scale, scaling,
+        keep_scale, BLOCK_Q, HEAD, BLOCK_Q, DIAGONAL_OFF, GRADIENT,
+    )  # fmt: skip
     line = (head * tile_rows + block) * (tile_columns + 1)
     # A block of padding has nothing to do.
     begin = tl.where((block + 1) * BLOCK_Q <= begin * BLOCK_K, end, begin)
@@ -207,8 +217,8 @@ def listed_columns(
 @triton.jit
 def dense_rows(
     rows, store, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse, output_grad, delta,
-    query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
-    threshold, keep_scale,
+    query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts,
+    bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -217,9 +227,12 @@ def dense_rows(
     q, do, row_lse, row_delta, real = start_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
     )
-    acc = tl.zeros([NUM_ROWS, HEAD], tl.float32)
-    top = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
+    SPLIT: tl.constexpr = BLOCK_K // STEP
+    acc, top, total = first_sums(
+        rows, store, real, q, do, row_lse, row_delta, begin // SPLIT, end // SPLIT, first_real, behind_real, holes,
+        words, tiles, pool, first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts,
+        scale, scaling, keep_scale, NUM_ROWS, HEAD, BLOCK_Q, DIAGONAL_OFF, GRADIENT,
+    )  # fmt: skip
     for step in range(begin, end):
         columns = step * STEP + lane
         inside = columns < length

@@ -1,0 +1,146 @@
+"""
+The rest of a mask in the Triton kernels, against softmax with one more key in float64. Where there is no GPU,
+`test_triton.py` runs this file in the process that has Triton's interpreter.
+
+Letters: B batch, H heads, n length, d head size.
+"""
+
+import importlib.util
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from test_attention import case_of, kept, laid_out, make_mask, make_padding, named
+from test_triton import Recorded, poison, use_lists  # noqa: F401
+
+from sparsebert.attention.backends import prepared
+from sparsebert.attention.kernels import triton as backend
+from sparsebert.attention.mask_inputs import MaskInputs
+from sparsebert.attention.rest import Rest
+
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the process with the interpreter"),
+]
+
+SHORT = [
+    {"length": 70, "mask": "dam_s", "padding": "mixed", "num_heads": 2},
+    {"length": 7, "mask": "empty rows", "padding": "holes", "head_size": 64},
+    {"length": 65, "mask": "dam_b", "diagonal": False},
+    {"length": 33, "mask": "dense", "padding": "nothing real", "dropout": 0.125},
+    {"length": 40, "mask": "bigbird", "padding": "left", "dtype": torch.float16, "last_token": "position"},
+]
+LISTS = [
+    {"length": 130, "mask": "dam_b", "padding": "mixed", "num_heads": 2},
+    {"length": 66, "mask": "dam_s", "padding": "holes", "dropout": 0.125, "head_size": 64, "diagonal": False},
+    {"length": 65, "mask": "empty rows", "num_heads": 2},
+    {"length": 1, "mask": "empty rows", "padding": "right"},
+    pytest.param(
+        {"length": 600, "mask": "dam_b", "padding": "left"}, marks=pytest.mark.slow
+    ),  # more words than one load
+]
+
+
+def formula(query, key, value, *rest, keep, real, factors):
+    """Softmax over the kept keys and that of the rest, then dropout, in the inputs' dtype."""
+    wide, scaling = torch.promote_types(query.dtype, torch.float32), query.shape[-1] ** -0.5
+    own_key, own_value, own_score = rest
+    removed = real.sum(-1)[:, None, None] - keep.sum(-1)
+    scores = (query @ key.mT).to(wide).masked_fill(~keep, -torch.inf) * scaling
+    own = (query.to(wide) @ own_key[..., None])[..., 0] * scaling + own_score[..., None] + removed.log()
+    weights = torch.cat([scores, own[..., None]], -1)
+    weights = torch.where(real[:, None, :, None], weights, 0.0).softmax(-1) * real[:, None, :, None]
+    kept_weights = (weights[..., :-1] * keep * factors).to(value.dtype)
+    return (kept_weights @ value + weights[..., -1:] * own_value[:, :, None]).to(query.dtype)
+
+
+def results_of(function, tensors, grad, dtype=None):
+    """Output and gradients of query, key, value and of the rest's key, value and score."""
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+class Problem:
+    """A mask, states and a rest; `attention` is that of the kernels."""
+
+    def __init__(self, **fields):
+        self.case = case = case_of("sparse_triton", DEVICE, **fields)
+        self.mask, self.padding = make_mask(case), make_padding(case)
+        batch = 2 if self.padding is None else len(self.padding)
+        *states, self.grad = laid_out(case, batch)
+        sizes = ((case.head_size,), (case.head_size,), ())
+        self.tensors = [*states, *(torch.randn(batch, case.num_heads, *size, device=DEVICE) for size in sizes)]
+        self.layer, self.scaling = self.mask.num_layers - 1, case.head_size**-0.5
+        self.keep = kept(self.mask, case.length, self.padding, layer=self.layer, batch=batch).to(DEVICE)
+        real = torch.ones(batch, case.length, dtype=torch.bool) if self.padding is None else self.padding
+        self.real = real.to(DEVICE)
+        self.padding = None if self.padding is None else self.real
+
+    def attention(self, query, key, value, *rest):
+        length, zeros = self.case.length, torch.zeros(self.case.num_heads, device=DEVICE)
+        own = zeros if rest else None
+        inputs = MaskInputs("sparse_triton", length, length, DEVICE, self.mask, self.padding, rest=(own,))
+        inputs = replace(prepared(inputs).for_layer(self.layer), seeds=(torch.tensor([5, 7], device=DEVICE),))
+        inputs = replace(inputs, rest=(Rest(*rest) if rest else None,))
+        output, _ = backend.triton_backend(query, key, value, inputs, self.scaling, self.case.dropout)
+        return output.transpose(1, 2)
+
+    def factors(self):
+        """What dropout multiplies each probability with, read without a rest, which changes no decision."""
+        if not self.case.dropout:
+            return 1.0
+        zeros, width = torch.zeros_like(self.tensors[0]), self.case.head_size
+        unit = torch.eye(self.case.length, -(-self.case.length // width) * width, dtype=zeros.dtype, device=DEVICE)
+        columns = [self.attention(zeros, zeros, part.expand_as(zeros).contiguous()) for part in unit.split(width, 1)]
+        probabilities = torch.cat(columns, -1)[..., : self.case.length]
+        return (probabilities * self.keep.sum(-1, keepdim=True) > 0.5) / (1 - self.case.dropout)
+
+    def check(self):
+        plainly = partial(formula, keep=self.keep, real=self.real, factors=self.factors())
+        got = results_of(self.attention, self.tensors, self.grad)
+        truth = results_of(plainly, self.tensors, self.grad, torch.float64)
+        plain = results_of(plainly, self.tensors, self.grad)
+        unit = torch.finfo(self.case.dtype).eps * max(1.0, *(each.abs().max().item() for each in truth))
+        names = ("output", "query", "key", "value", "the rest's key", "its value", "its score")
+        for what, each, exact, other in zip(names, got, truth, plain, strict=True):
+            error, allowed = (each - exact).abs().max().item(), (other - exact).abs().max().item()
+            assert each.isfinite().all() and error <= 2 * allowed + 8 * unit, (what, error, allowed, unit)
+        assert (got[0].transpose(1, 2)[~self.real] == 0).all()
+
+
+@pytest.mark.parametrize("fields", SHORT, ids=named)
+def test_short_kernels(fields):
+    Problem(**fields).check()
+
+
+@pytest.mark.parametrize("fields", LISTS, ids=named)
+def test_kernels_on_lists(fields, monkeypatch):
+    use_lists(monkeypatch)
+    Problem(**fields).check()
+
+
+def test_the_operator_does_the_same():
+    """What is recorded is an operator, whose gradients include those of the rest."""
+    problem = Problem(length=20, mask="dam_s", padding="right")
+    plain = results_of(problem.attention, problem.tensors, problem.grad)
+    with Recorded() as recorded:
+        results = results_of(problem.attention, problem.tensors, problem.grad)
+    assert sum("tile_attention" in name for name in recorded.names) == 2
+    assert all(torch.equal(got, want) for got, want in zip(results, plain, strict=True))
+
+
+def test_keys_are_counted_as_with_padding():
+    """Without padding the numbers of removed keys come with the mask; with padding that is none, from the kernel."""
+    problem = Problem(length=70, mask="dam_s", diagonal=False)
+    plain = problem.attention(*problem.tensors)
+    problem.padding = problem.real
+    assert torch.equal(problem.attention(*problem.tensors), plain)
+    assert backend.SHORT_LENGTH >= 70
