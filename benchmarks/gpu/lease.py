@@ -98,8 +98,9 @@ def chosen_kernel(query, key, value, mask=None, dropout=0.0):
 
 
 def learned_masks(layers):
-    """Both masks by name, their 6 layers spread over as many as the model has."""
+    """Both masks by name, and `dam_s` with a rest, their 6 layers spread over as many as the model has."""
     loaded = {name: SparseMask.from_pretrained(FOLDER / folder) for name, folder in MASKS.items()}
+    loaded["rest"] = loaded["dam_s"].replace(rest="mean")
     return {
         name: mask.replace(keep=mask.keep[torch.arange(layers) * mask.num_layers // layers])
         for name, mask in loaded.items()
@@ -124,6 +125,7 @@ def finite(options, report):
         empty = SparseMask(table, n)
         window = build_mask("window:16", n, heads)
         cases = {"padded": (window, padding), "rows without a key": (empty, None), "both": (empty, padding)}
+        cases["rest"] = (empty.replace(rest="mean"), padding)
         for case, (mask, real) in cases.items():
             weights = grad if real is None else grad * real[:, None, :, None]
 
@@ -241,7 +243,7 @@ class Cell:
             found["dense"] = {}
             if self.options.device == "cuda" and self.real is None:
                 found["dense flash"] = {"kernel": SDPBackend.FLASH_ATTENTION}
-        found |= {f"{mask} {ours}": {"mask": mask, "backend": ours} for mask in MASKS}
+        found |= {f"{mask} {ours}": {"mask": mask, "backend": ours} for mask in (*MASKS, "rest")}
         if self.n <= BIAS_LENGTH and not self.options.once:
             found |= {f"{mask} sparse_sdpa": {"mask": mask, "backend": "sparse_sdpa"} for mask in MASKS}
         return found
