@@ -16,7 +16,7 @@ from ...attention.mask_inputs import MaskInputs
 from ...attention.model_masks import without_adapters
 from ...checks import check_choice, check_range
 from ...version import __version__
-from ..architectures import input_shape, num_positions
+from ..architectures import input_shape, num_positions, sliding_window
 from ..model_configs import derived_class
 from ..unpadding import mixes_neighbors
 from .compiled_models import IMAGES, CompiledBase, CompiledModel, image_shape, limits_of, strip, traced_names
@@ -209,7 +209,8 @@ def _chosen(model, module, precision, batches, min_cosine):
     names = traced_names(base)
     sparse_attention = base._modules.get("sparse_attention")
     layers = 0 if sparse_attention is None else sparse_attention.num_layers
-    exact = vars(base)["graph"] = module.convert(_Traced(base, names), _example(base, names), layers)
+    windows = sliding_window(base.config)[0] is not None
+    exact = vars(base)["graph"] = module.convert(_Traced(base, names), _example(base, names), layers, windows)
     if not batches:
         if precision == "auto":
             precision = [name for name in module.precisions() if name != "int8"][-1]

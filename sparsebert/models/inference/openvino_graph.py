@@ -288,10 +288,13 @@ def _saved(model, precision):
     return OpenVinoGraph(Path(owner.name), precision, owner)
 
 
-def convert(module: nn.Module, example: Mapping[str, torch.Tensor], masked_layers: int = 0) -> OpenVinoGraph:
+def convert(
+    module: nn.Module, example: Mapping[str, torch.Tensor], masked_layers: int = 0, windows: bool = False
+) -> OpenVinoGraph:
     """
     A module that maps tensors by name to hidden states as a graph in float32, of any batch size and length. If the
-    model has a mask, the attention of all its `masked_layers` becomes the operator.
+    model has a mask, the attention of all its `masked_layers` becomes the operator. `windows`: whether layers of a
+    model without a mask have a sliding window.
     """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecation, which OpenVINO has no other way than, and of constants
@@ -307,6 +310,8 @@ def convert(module: nn.Module, example: Mapping[str, torch.Tensor], masked_layer
     folding.run_passes(model)
     if masked_layers:
         _insert_operators(model, masked_layers)
+    elif windows:
+        _clear_empty_rows(model)
     return _saved(model, "float32")
 
 
@@ -330,6 +335,20 @@ def _insert_operators(model, num_layers):
             for place in list(after.output(0).get_target_inputs()):
                 place.replace_source_output(operator.output(0))
     model.add_parameters([number])
+    model.validate_nodes_and_infer_types()
+
+
+def _clear_empty_rows(model):
+    """
+    Have attention return 0 for queries without a key, as in PyTorch. Padding that is farther than the window from all
+    tokens has none, and NaN there would spread to the tokens of the next layer.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention":
+            targets = list(node.output(0).get_target_inputs())
+            cleared = opset15.select(opset15.is_nan(node), np.float32(0), node).output(0)
+            for place in targets:
+                place.replace_source_output(cleared)
     model.validate_nodes_and_infer_types()
 
 
