@@ -104,6 +104,17 @@ def test_families(name, masked):
     assert_same(engine, model, text_inputs()["right"] | {"output_hidden_states": True})
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert", "distilbert", "vit"])
+def test_eager_attention_becomes_that_of_the_engine(name):
+    model = a_model(name, masked=False)
+    model.set_attn_implementation("eager")
+    engine = compiled(model)
+    kinds = [node.get_type_name() for node in engine.graph._model.get_ops()]
+    assert kinds.count("ScaledDotProductAttention") == LAYERS and "Softmax" not in kinds
+    assert engine.config._attn_implementation == "eager"
+    assert_same(engine, model, inputs_of(name, padded=name != "vit"))
+
+
 @pytest.mark.parametrize("name", ["bert", "modernbert", "vit"])
 def test_heads_with_labels(name):
     model = a_model(name, make=head_model)

@@ -3,6 +3,7 @@
 import importlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 from types import ModuleType
 from typing import Any, TypeVar
@@ -186,8 +187,22 @@ class _Traced(nn.Module):
             given["mask_inputs"] = MaskInputs("sparse_sdpa", shape[1], shape[1], shape[2])
             if base.sparse_attention.carrier.window is not None:
                 given["attention_mask"] = dict.fromkeys(base.config.layer_types)
-        output = super(type(base), base).forward(**given, output_hidden_states=True, return_dict=True)
+        with _engine_attention(base):
+            output = super(type(base), base).forward(**given, output_hidden_states=True, return_dict=True)
         return output.last_hidden_state, *output.hidden_states
+
+
+@contextmanager
+def _engine_attention(base):
+    """Eager attention without a mask as the one that the engine has an operator for: the same, and faster."""
+    config, eager = base.config, base.config._attn_implementation == "eager" and base._supports_sdpa
+    if eager:
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        if eager:
+            config._attn_implementation = "eager"
 
 
 def _example(base, names):
