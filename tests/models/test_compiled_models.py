@@ -115,6 +115,17 @@ def test_eager_attention_becomes_that_of_the_engine(name):
     assert_same(engine, model, inputs_of(name, padded=name != "vit"))
 
 
+def test_a_mask_with_a_rest(tmp_path):
+    model = a_model("bert")
+    mask = model.sparse_attention.mask
+    model.set_mask(mask.replace(rest="mean", rest_bias=torch.randn(LAYERS, mask.num_heads)))
+    engine = compiled(model)
+    for given in text_inputs().values():
+        assert_same(engine, model, given)
+    engine.save_pretrained(tmp_path)
+    assert_same(sparsebert.load(tmp_path), model, text_inputs()["between"])
+
+
 @pytest.mark.parametrize("name", ["bert", "modernbert", "vit"])
 def test_heads_with_labels(name):
     model = a_model(name, make=head_model)
