@@ -178,7 +178,7 @@ def variants(archs, dtypes, head_sizes):
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
         rests = (False,) if kernel == "column" else (False, True)  # which knows of no rest
         for num_rows, dropout, rest in itertools.product(rows, (False, True), rests):
-            for warps, stages, step, *limit in configurations(kernel, head_size, dtype, arch, dropout):
+            for warps, stages, step, *limit in configurations(kernel, head_size, dtype, arch, dropout, rest):
                 fields = {"rows": num_rows, "limit": limit[0] if limit else None, "rest": rest}
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, **fields)
 

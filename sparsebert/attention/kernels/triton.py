@@ -156,7 +156,7 @@ def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, see
     sequences, numbers = [padding, spans, first, last, seed], [*strides, *token_strides, *sizes, *factors]
 
     def choices(kernel):
-        return configurations(kernel, query.shape[3], *_hardware(query), seed is not None)
+        return configurations(kernel, query.shape[3], *_hardware(query), seed is not None, more[0] is not None)
 
     return tiles, sequences, numbers, constants, special, choices
 

@@ -52,6 +52,8 @@ AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
     "query_grad": {32: [(4, 3, 32)]},
     "column": {64: [(8, 3, 16)]},
 }
+# Where the rest of a mask, whose key and value need registers, asks for others.
+AMPERE_REST: dict[str, dict[int, Configurations]] = {"forward": {64: [(4, 3, 32)]}}
 # Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32: Configurations = [(8, 2, 16)]
 
@@ -77,7 +79,7 @@ def interpreted() -> bool:
 
 
 def configurations(
-    kernel: str, head_size: int, dtype: torch.dtype, capability: int, dropout: bool = False
+    kernel: str, head_size: int, dtype: torch.dtype, capability: int, dropout: bool = False, rest: bool = False
 ) -> Configurations:
     """
     The launch configurations of a kernel (`"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or
@@ -89,6 +91,8 @@ def configurations(
     if capability >= 100:
         table = BLACKWELL
     usual = table[kernel][head_size]
+    if rest and capability < 90:
+        usual = AMPERE_REST.get(kernel, {}).get(head_size, usual)
     return under_dropout.get(kernel, {}).get(head_size, usual) if dropout else usual
 
 
