@@ -517,6 +517,21 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_a_given_mask_with_a_rest_needs_no_training(model_folder, text, tmp_path):
+    fields = {"mask": "window", "rest": "mean"}
+    metrics = search(model_folder, text, tmp_path / "out", **fields)
+    model, dense = load(tmp_path / "out"), AutoModel.from_pretrained(model_folder)
+    mask = model.sparse_attention.mask
+    assert (
+        mask.rest == "mean"
+        and mask.rest_bias.abs().max() > 0
+        and len(mask.rest_bias) == dense.config.num_hidden_layers
+    )
+    weights = model.base_model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in dense.state_dict().items() if name in weights)
+    assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys()
+
+
 def test_the_dense_model_has_no_picture_of_its_mask(model_folder, text, tmp_path):
     fields = {"mask": "dense", "target_sparsity": None, "patterns": False}
     search(model_folder, text, tmp_path / "dense", recover=1, **fields)

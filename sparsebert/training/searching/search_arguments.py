@@ -290,8 +290,11 @@ def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[s
     if not options.mask:
         why = f"with the search {fields['search']!r}, and the model keeps its own configuration"
     check_allowed("--model", fields, {*allowed, "target_sparsity"}, why)
-    if options.mask and not options.recover:
-        raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
+    if options.mask and not options.recover and fields.get("rest") in (None, "none"):
+        raise ValueError(
+            "recover must be at least 1 if mask is given without --rest, as there is nothing to search or to calibrate "
+            "then, got 0"
+        )
     _, of_mask = model_and_mask_arguments(options)
     if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask, **of_mask)

@@ -104,21 +104,22 @@ def _search(
         started_from, outcome, learned, seconds["search"] = _learn(run, model, options, fields, source)
         found = _freeze(model, learned, {"run": run.folder.resolve().name})
         masks = {LEARNED: found, STARTED_FROM: started_from}
-    # The weights are still those of the dense model.
-    dense, own = carrier(model), LEARNED if given is None else GIVEN
-    masks = {
-        name: calibrated(model, dense, each, source.start(options.sizes[1], options.seed))
-        for name, each in masks.items()
-    }
-    mask = masks[own]
-    if mask.rest != "none":
-        model.sparse_attention.set_mask(mask, search=fields.get("search"))
+    mask = model.sparse_attention.mask
 
     mlm_tokenizer = tokenizer if predicts_tokens(model) else None
     if options.patterns:
         masks |= matched_patterns(
             mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
         )
+    # The weights are still those of the dense model.
+    dense, own = carrier(model), LEARNED if given is None else GIVEN
+    masks = {
+        name: calibrated(model, dense, each.replace(rest=mask.rest), source.start(options.sizes[1], options.seed))
+        for name, each in masks.items()
+    }
+    if mask.rest != "none":
+        mask = masks[own]
+        model.sparse_attention.set_mask(mask, search=fields.get("search"))
     begin = time.perf_counter()
     model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
     compared = {"dense": build_pattern("dense", 1, config.num_attention_heads)} | masks
