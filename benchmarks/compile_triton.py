@@ -153,7 +153,7 @@ def compiled(variant):
     name, constants = KERNELS[variant.kernel]
     constants = constants | {
         "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "DIAGONAL_OFF": False,
-        "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
+        "CAUSAL": False, "SPECIAL_ROWS": True, "ROWS": variant.rows, "STEP": variant.step,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]
     # With padding, the kernels count what a rest stands for.

@@ -101,7 +101,7 @@ def kept(mask, length, padding=None):
     first, last = padding.int().argmax(-1), None
     if mask.last_token == "real":
         last = length - 1 - padding.flip(-1).int().argmax(-1)
-    special = special_entries(length, mask.special_tokens, first, last)
+    special = special_entries(length, mask.special_tokens, first, last, rows=mask.special_rows)
     keep = mask.structure(length) | special.view(-1, 1, length, length)
     if mask.diagonal is not None:
         keep.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..checks import check_installed
-from ..masks.expansion import special_entries, toeplitz_index
+from ..masks.expansion import parameter_index, special_entries, toeplitz_index
 from ..masks.sparse_mask import SparseMask
 from .statistics import CONFIDENCE
 
@@ -45,27 +45,37 @@ def as_runs(probs: torch.Tensor) -> torch.Tensor:
     return probs[(None,) * (5 - probs.dim())]
 
 
-def _sums_by_offset(probs, special):
-    """The sum of P at each offset outside the special tokens, `(S, L, H, n)`, and the number of entries, `(n,)`."""
-    length = probs.shape[-1]
-    offset = toeplitz_index(length)[~special]
-    # Head by head, in double precision: n^2 entries of many heads.
-    sums = [torch.bincount(offset, weights=head[~special].double(), minlength=length) for head in probs.flatten(0, 2)]
-    return torch.stack(sums).view(*probs.shape[:3], length).numpy(), offset.bincount(minlength=length).numpy()
-
-
-def offset_profile(probs: torch.Tensor, special_tokens: str = "first_last") -> tuple[np.ndarray, np.ndarray]:
+def _sums_by_offset(probs, special, signed=False):
     """
-    The offsets `abs(i - j)` outside the special tokens, `(K,)`, and the mean P at each, per head, `(S, L, H, K)`.
+    The sum of P at each offset outside the special tokens, `(S, L, H, n)`, and the number of entries, `(n,)`; 2n - 1
+    of them if they are signed, from 1 - n on.
+    """
+    length = probs.shape[-1]
+    index, size = toeplitz_index(length), length
+    if signed:
+        size = 2 * length - 1
+        index = parameter_index("offsets", length, length, symmetric=False, size=size)
+    offset = index[~special]
+    # Head by head, in double precision: n^2 entries of many heads.
+    sums = [torch.bincount(offset, weights=head[~special].double(), minlength=size) for head in probs.flatten(0, 2)]
+    return torch.stack(sums).view(*probs.shape[:3], size).numpy(), offset.bincount(minlength=size).numpy()
+
+
+def offset_profile(
+    probs: torch.Tensor, special_tokens: str = "first_last", signed: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    The offsets `abs(i - j)`, or if `signed` `i - j`, outside the special tokens, `(K,)`, and the mean P at each, per
+    head, `(S, L, H, K)`.
     """
     probs = as_runs(probs)
     length = probs.shape[-1]
     special = special_entries(length, special_tokens)
     if special.all():
         raise ValueError(f"probs of {length} tokens have no position outside special_tokens {special_tokens!r}")
-    sums, counts = _sums_by_offset(probs, special)
-    offsets = counts.nonzero()[0]
-    return offsets, sums[..., offsets] / counts[offsets]
+    sums, counts = _sums_by_offset(probs, special, signed)
+    places = counts.nonzero()[0]
+    return places - (length - 1 if signed else 0), sums[..., places] / counts[places]
 
 
 def head_groups(

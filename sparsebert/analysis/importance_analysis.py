@@ -37,7 +37,7 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
     """
     probs = _stacked(runs)
     groups = head_groups(probs, special_tokens)
-    offsets, profile = offset_profile(probs, special_tokens)
+    offsets, profile = offset_profile(probs, special_tokens, signed=not runs[0].mask.symmetric)
     pooled = None
     if probs.shape[-1] >= SKETCH_LENGTH:
         pooled = sketch(probs.mean((0, 2)), special_tokens)  # (L, 16, 16)
@@ -76,7 +76,7 @@ def _stacked(runs):
 def _fixed_groups(run, special_tokens):
     """Groups that the configuration fixed, so that the search did not decide on them."""
     groups = []
-    if run.setup["search"] and run.mask.special_tokens == special_tokens != "none":
+    if run.setup["search"] and run.mask.special_tokens == special_tokens != "none" and run.mask.special_rows:
         groups.append("special_tokens")
     if run.setup["search"] and run.mask.diagonal is not None:
         groups.append("diagonal")
@@ -125,5 +125,6 @@ def analyze(
     if probs.shape[-1] >= SKETCH_LENGTH:
         plot_sketch(probs, output / "sketch", special_tokens, quantity)
     plot_groups(probs, output / "groups", special_tokens, tuple(numbers["fixed_groups"]), quantity)
-    plot_offset_profile(probs, output / "offset_profile", special_tokens, quantity)
+    signed = not runs[0].mask.symmetric
+    plot_offset_profile(probs, output / "offset_profile", special_tokens, quantity, signed)
     return write_metrics(output / "importance.json", numbers)

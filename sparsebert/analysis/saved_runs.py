@@ -221,7 +221,10 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
         setup |= {key: getattr(config, key) for key in SEARCH_FIELDS}
     setup |= {"quantity": quantity} | {
         key: getattr(mask, key)
-        for key in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
+        for key in (
+            *("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "special_rows", "diagonal"),
+            *(() if mask.form == "table" else ("symmetric",)),
+        )
     }
     return Run(name, mask, config, quantity, probs, setup, log_odds)
 

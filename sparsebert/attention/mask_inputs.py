@@ -54,6 +54,8 @@ class MaskInputs:
             not count. In a `compiled` mask it has shape `(1,)` if it is the same for all sequences.
         last_token (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         learned_diagonal (`bool`): Whether these rows and columns contain their diagonal entries.
+        special_rows (`bool`): Whether the `learned` bias does not count in the rows of these tokens either, or in
+            their columns alone.
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
         dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
             dropout or a layer may run several times.
@@ -88,6 +90,7 @@ class MaskInputs:
     first_token: torch.Tensor | None = None
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
+    special_rows: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
     rest: tuple[Any, ...] = (None,)
     rest_keys: torch.Tensor | None = None
@@ -195,7 +198,9 @@ class MaskInputs:
         tokens = [token for token in (self.first_token, self.last_token) if token is not None]
         if tokens:
             queries = slice(self.num_keys - self.num_queries, self.num_keys)
-            fixed = fixed | token_entries(tokens, queries, self.num_keys, self.learned_diagonal, self.causal)
+            fixed = fixed | token_entries(
+                tokens, queries, self.num_keys, self.learned_diagonal, self.causal, self.special_rows
+            )
         # A single pass over all heads, forward and backward.
         return torch.where(fixed[:, None], values[:, None], learned)
 

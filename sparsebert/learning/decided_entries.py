@@ -92,7 +92,7 @@ class VerticalSlash:
 
     def counts(self) -> torch.Tensor:
         """Number of entries that each parameter can keep: float32 `(K,)`."""
-        offsets = token_pairs(0, self.size, 1, self.size)
+        offsets = token_pairs(range(self.size), range(self.size), 1, self.size)
         line = self.size - (not self.learned_diagonal)
         offsets[0] += self.size * self.learned_diagonal
         if self.symmetric:

@@ -16,7 +16,7 @@ from ..attention.biases.mask_biases import (
     causal_entries,
     fix_entries,
     real_tokens,
-    special_rows,
+    special_of_batch,
     with_cuts,
 )
 from ..attention.biases.offset_biases import OffsetBias
@@ -37,7 +37,7 @@ def drawn_inputs(
     """
     num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
     if search.mask_form == "multiplicative":
-        special = special_rows(inputs, search.special_tokens, search.last_token)
+        special = special_of_batch(inputs, search)
         gate = search.expand(sample, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
         gate = set_entries(gate, special, search.fixed_diagonal, on=1.0, off=0.0)
         bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
@@ -47,7 +47,8 @@ def drawn_inputs(
         return _distance_inputs(search, values, inputs, off=-search.mask_constant, start=True)
     special_tokens, apart = _apart(search, inputs)
     bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
-    bias = fix_entries(bias, inputs, special_tokens, search.fixed_diagonal, off=-search.mask_constant)  # (L, H, n, m)
+    off, rows = -search.mask_constant, search.special_rows
+    bias = fix_entries(bias, inputs, special_tokens, search.fixed_diagonal, off, rows)  # (L, H, n, m)
     if merged:
         return {"bias": tuple(replace(inputs, **apart).merged(layer) for layer in bias)}
     return {"learned": bias.unbind(0), **apart}
@@ -62,6 +63,7 @@ def _apart(search, inputs):
         "first_token": first,
         "last_token": last,
         "learned_diagonal": search.fixed_diagonal is None,
+        "special_rows": search.special_rows,
     }
 
 
@@ -88,7 +90,8 @@ def _distance_inputs(search, values, inputs, off, start):
     special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
     diagonal = None if search.fixed_diagonal is None else 0.0 if search.fixed_diagonal else off
     layers = search.at_distances(values, inputs.num_keys, off)
-    return {"learned": tuple(OffsetBias(layer, search.tile, special, diagonal) for layer in layers), **apart}
+    rules = (search.tile, special, diagonal, search.symmetric, search.special_rows)
+    return {"learned": tuple(OffsetBias(layer, *rules) for layer in layers), **apart}
 
 
 def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> dict[str, Any]:
@@ -100,12 +103,12 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
     keep = search.expand(learned.kept.float(), num_keys, off=0.0, on=1.0)[:, None, :, first_row:] > 0
     if inputs.causal:
         keep = keep & causal_entries(inputs)
-    prepared = bias_and_live(keep, inputs, search.special_tokens, search.last_token, search.fixed_diagonal)
+    prepared = bias_and_live(keep, inputs, search, search.fixed_diagonal)
     if not training:
         return prepared
     probs = torch.sigmoid(learned.alpha() / learned.temperature())
     bias = search.zeros(probs, num_keys)[:, None]
-    special = special_rows(inputs, search.special_tokens, search.last_token)
+    special = special_of_batch(inputs, search)
     bias = set_entries(bias[..., first_row:, :], special, search.fixed_diagonal, on=0.0, off=0.0)
     biases = tuple(fixed + zeros for fixed, zeros in zip(prepared["bias"], bias.unbind(0), strict=True))
     return prepared | {"bias": biases}
@@ -119,7 +122,7 @@ def thresholded_inputs(learned: LearnedMask, inputs: MaskInputs, merged: bool) -
         return _distance_inputs(learned.search, values, inputs, off=-MAX_MASK_CONSTANT, start=False)
     keep = mask.structure(inputs.num_keys).to(inputs.device)
     keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
-    special = special_rows(inputs, mask.special_tokens, mask.last_token)
+    special = special_of_batch(inputs, mask)
     keep = kept_entries(keep, special, mask.diagonal)  # (L, B or 1, H, n, m)
     bias = torch.zeros(keep.shape, device=inputs.device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
     return {"bias": with_cuts(bias, inputs).unbind(0)}

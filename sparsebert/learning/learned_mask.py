@@ -64,8 +64,9 @@ def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     """
     if probs.ndim == 4:
         return probs
-    table = expand(probs, mask.form, mask.length, mask.length, mask.block_size, mask.length_policy, off=0.0, on=1.0)
-    return fill_fixed_entries(table, mask.special_tokens, mask.diagonal)
+    sizes, rules = (mask.length, mask.length, mask.block_size), (mask.length_policy, mask.symmetric)
+    table = expand(probs, mask.form, *sizes, *rules, off=0.0, on=1.0)
+    return fill_fixed_entries(table, mask.special_tokens, mask.diagonal, mask.special_rows)
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class LearnedMask:
         """P of every entry, fixed ones included: `(L, H, n, n)`, float32, on the CPU."""
         search = self.search
         probs = search.expand(self.probs().cpu(), search.length, off=0.0, on=1.0)
-        return fill_fixed_entries(probs, search.special_tokens, search.fixed_diagonal)
+        return fill_fixed_entries(probs, search.special_tokens, search.fixed_diagonal, search.special_rows)
 
     @torch.no_grad()
     def found_probs(self) -> torch.Tensor:

@@ -4,10 +4,8 @@ all lists of fields are derived from that.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub.dataclasses import strict
@@ -15,9 +13,9 @@ from transformers.utils import logging
 
 from ..attention.biases.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
-from ..checks import check_choice, in_short, interval, one_of
+from ..checks import check_choice, interval, one_of
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
-from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError
+from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.mask_tensors import DIAGONALS, LAST_TOKENS, RESTS
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
@@ -84,8 +82,10 @@ class MaskFields:
         hard (`bool`, *optional*): Whether the search rounds the mask to 0 or 1 (straight-through samples). Defaults to
             `True`, or to `False` for `"soft"` and with a target. With a target and without noise, the entries with the
             largest P are kept, as near to the budget as the form of the mask allows.
-        symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry, and
-            whether a token in `"vertical_slash"` has a single logit for its column and its row instead of two.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry, per
+            offset or per tile diagonal, and whether a token in `"vertical_slash"` has a single logit for its column
+            and its row instead of two. `False` for `"dam_s"` and `"dam_b"` learns signed distances: what a token
+            attends to before it and after it, apart.
         share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
         diagonal (`str`, *optional*): Self-attention of every token, special tokens included: `"keep"` turns it on,
             `"remove"` turns it off, and `"learned"` leaves it to the search or the pattern, or undoes what was fixed
@@ -93,6 +93,8 @@ class MaskFields:
         special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
             `"first"` (each sequence's first token that is not padding) or `"first_last"`. Defaults to `"first_last"`
             for `dam_s`, `dam_b` and `vertical_slash` (`"first"` in a decoder) and to `"none"` for the others.
+        special_rows (`bool`, *optional*, defaults to `True`): Whether special tokens attend to all tokens. `False`
+            turns only their columns on: all tokens attend to them, and what they attend to is learned like the rest.
         last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
             default, or `"position"` for the last position of the input. Reset to `None` once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
@@ -161,6 +163,7 @@ class MaskFields:
     share_layers: bool = _field(SEARCH, True)
     diagonal: str | None = _field(USE, None, one_of(DIAGONALS))
     special_tokens: str | None = _field(SHAPE, None, one_of(SPECIAL_TOKENS))
+    special_rows: bool | None = _field(USE)
     last_token: str | None = _field(USE, None, one_of(LAST_TOKENS))
     rest: str | None = _field(USE, None, one_of(RESTS))
     sparsity_weight: float | int = _field(SEARCH, 1e-4, interval(0, 1e9))
@@ -198,6 +201,8 @@ class MaskFields:
             )
         if self.pattern is None and (self.pattern_kwargs or self.head_configuration):
             raise ValueError("pattern_kwargs and head_configuration need a pattern")
+        if self.special_rows is False and self.special_tokens == "none":
+            raise ValueError("special_rows false needs special tokens, got special_tokens 'none'")
         if self.hard and self.search and not SEARCHES[self.search].stochastic:
             raise ValueError(f"hard true has no meaning with search {self.search!r}, which draws no samples")
         if self.length_policy == "extend" and self.search and SEARCHES[self.search].frozen_form == "table":
@@ -336,9 +341,11 @@ def with_changes(
     last_token: str | None = None,
     diagonal: str | None = None,
     rest: str | None = None,
+    special_rows: bool | None = None,
 ) -> SparseMask:
     """A mask that is used in another way; `None` leaves it as it is."""
-    changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token, "rest": rest}
+    changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token}
+    changes |= {"rest": rest, "special_rows": special_rows}
     changes = {name: value for name, value in changes.items() if value is not None}
     if rest == "none":
         changes["rest_bias"] = None
@@ -368,24 +375,10 @@ def pattern_mask(description: MaskFields, carrier: Carrier) -> SparseMask:
             form="table",
             block_size=None,
             special_tokens="none",
+            symmetric=True,
+            special_rows=True,
             length_policy=default_length_policy("table"),
         )
     diagonal = None if description.diagonal == "learned" else description.diagonal  # as the pattern defines it
-    return with_changes(mask, description.length_policy, description.last_token, diagonal, description.rest)
-
-
-def search_file(description: MaskFields) -> bytes:
-    """The contents of a file that describes a search."""
-    return (json.dumps({name: getattr(description, name) for name in OWN_FIELDS}, indent=2) + "\n").encode()
-
-
-def read_search(path: Path) -> dict[str, Any]:
-    """The fields in a file that describes a search; a [`MaskFileError`] if it does not."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = found.keys() <= set(OWN_FIELDS)
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise MaskFileError(f"{path}: not a search ({in_short(error)})") from error
-    if not known or "search" not in found:
-        raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, found)) or 'none'})")
-    return found
+    asked = {name: getattr(description, name) for name in REQUESTS}
+    return with_changes(mask, **asked | {"diagonal": diagonal})

@@ -20,12 +20,14 @@ from ..masks.expansion import (
     expand,
     fixed_entries,
     kept_by_head,
+    learned_ranges,
+    num_distances,
     num_empty_rows,
     parameter_index,
     token_pairs,
 )
 from ..masks.mask_files import check_sizes
-from ..masks.mask_tensors import DIAGONALS
+from ..masks.mask_tensors import DIAGONALS, check_special_rows
 from ..masks.sparse_mask import SparseMask
 from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
 from .mask_description import OWN_FIELDS, Carrier, MaskDescription, MaskFields
@@ -56,6 +58,7 @@ class MaskSearch(MaskDescription):
     special_tokens: str
     last_token: str
     rest: str
+    special_rows: bool
     diagonal: str
     length_policy: str
     mask_form: str
@@ -67,10 +70,16 @@ class MaskSearch(MaskDescription):
 
     def __post_init__(self) -> None:
         self.form = SEARCHES[self.search].form
+        check_special_rows(self.special_rows, self.special_tokens)
+        if not self.special_rows and self.form == "vertical_slash":
+            raise ValueError(
+                "special_rows False is not supported by search 'vertical_slash', in which other tokens may have rows: "
+                "set special_tokens to 'none', or take another search"
+            )
         self.fixed_diagonal = DIAGONALS[self.diagonal]
         self._cache: dict[tuple[str, torch.device], torch.Tensor] = {}
         self.num_parameters = num_parameters(
-            self.form, self.length, self.symmetric, self.special_tokens, self.block_size
+            self.form, self.length, self.symmetric, self.special_tokens, self.block_size, self.special_rows
         )
         self.union: VerticalSlash | None = None
         if self.form == "vertical_slash":
@@ -84,9 +93,9 @@ class MaskSearch(MaskDescription):
             "block_size": self.block_size if self.form == "blocks" else None,
         }
         stored = self.length if frozen["form"] == "table" else max(self.num_parameters, 1)
-        check_sizes(frozen | {"num_parameters": stored})
-        learned_tokens = self.length - SPECIAL_TOKENS.index(self.special_tokens)
-        self.num_learned = learned_tokens * (learned_tokens - (self.fixed_diagonal is not None))
+        check_sizes(frozen | {"num_parameters": stored, "symmetric": self.toeplitz_symmetric})
+        queries, keys = learned_ranges(self.length, SPECIAL_TOKENS.index(self.special_tokens), self.special_rows)
+        self.num_learned = len(queries) * len(keys) - len(keys) * (self.fixed_diagonal is not None)
         # Transformers builds models on the meta device; these are data, not weights.
         with torch.device("cpu"):
             nothing = torch.zeros(1, 1, 1, dtype=torch.bool)
@@ -110,9 +119,15 @@ class MaskSearch(MaskDescription):
         """n."""
         return self.mask_length
 
+    @property
+    def toeplitz_symmetric(self) -> bool:
+        """`symmetric` of the frozen [`SparseMask`], which is about Toeplitz forms alone."""
+        return self.symmetric or not SEARCHES[self.search].toeplitz
+
     def _sizes(self):
-        """The arguments of [`kept_by_head`] from `length` on, for blocks of one token."""
-        return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.fixed_diagonal
+        """The arguments of [`kept_by_head`] from `length` on, for blocks of one token and one parameter."""
+        num_special = SPECIAL_TOKENS.index(self.special_tokens)
+        return self.length, None, num_special, self.fixed_diagonal, True, self.special_rows
 
     def _counts(self):
         if self.union is not None:
@@ -120,18 +135,16 @@ class MaskSearch(MaskDescription):
         if self.form == "table":
             index = parameter_index(self.form, self.length, self.length, self.symmetric)
             return index[self.fixed == -1].bincount(minlength=self.num_parameters).float()
-        num_special = SPECIAL_TOKENS.index(self.special_tokens)
-        start = min(num_special, 1)
-        end = max(self.length - (num_special == 2), start)
-        counts = token_pairs(start, end, self.tile, max(self.num_parameters, 1)).float()
+        queries, keys = learned_ranges(self.length, SPECIAL_TOKENS.index(self.special_tokens), self.special_rows)
+        counts = token_pairs(queries, keys, self.tile, max(self.num_parameters, 1), self.symmetric).float()
         if self.fixed_diagonal is None:
-            counts[0] += end - start
+            counts[0 if self.symmetric else len(counts) // 2] += len(keys)
         return counts[: self.num_parameters]
 
     @functools.cached_property
     def fixed(self) -> torch.Tensor:
         """Which entries are learned, see [`fixed_entries`]."""
-        return fixed_entries(self.length, self.special_tokens, self.fixed_diagonal)
+        return fixed_entries(self.length, self.special_tokens, self.fixed_diagonal, self.special_rows)
 
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:
@@ -169,8 +182,8 @@ class MaskSearch(MaskDescription):
         """The parameter of each entry `(m, m)`, see [`parameter_index`]. In `"vertical_slash"` that of its offset."""
 
         def make() -> torch.Tensor:
-            form = "offsets" if self.union is not None else self.form
-            return parameter_index(form, length, self.length, self.symmetric, self.block_size)
+            form, symmetric = ("offsets", True) if self.union is not None else (self.form, self.symmetric)
+            return parameter_index(form, length, self.length, symmetric, self.block_size, size=self.num_parameters)
 
         if torch.compiler.is_compiling():
             return make().to(device)
@@ -241,15 +254,17 @@ class MaskSearch(MaskDescription):
 
     def by_distance(self, length: int) -> bool:
         """Whether all learned entries at some input length that are as far apart, in tiles, share their parameter."""
-        return self.form in ("offsets", "blocks") and (length <= self.length or self.length_policy != "dense")
+        return SEARCHES[self.search].toeplitz and (length <= self.length or self.length_policy != "dense")
 
     def at_distances(self, values: torch.Tensor, length: int, off: float) -> torch.Tensor:
         """
-        Values of the parameters as values of each distance in tiles, `(L, H, T)`; `off` where there is no parameter.
+        Values of the parameters as values of each distance in tiles, `(L, H, T)`, or `(L, H, 2T - 1)` if it is signed;
+        `off` where there is no parameter.
         """
         if self.length_policy == "error":
             check_length(length, self.length, self.form)
-        return torch.nn.functional.pad(values, (0, -(-length // self.tile) - self.num_parameters), value=off)
+        beyond = -(-length // self.tile) - num_distances(self.num_parameters, self.symmetric)
+        return torch.nn.functional.pad(values, (0 if self.symmetric else beyond, beyond), value=off)
 
     def zeros(self, probs: torch.Tensor, length: int) -> torch.Tensor:
         """Zeros `(L, H, m, m)` with the gradient of c times the P of the entries, from that of the parameters."""
@@ -298,6 +313,7 @@ class MaskSearch(MaskDescription):
             special_tokens=self.special_tokens,
             last_token=self.last_token,
             rest=self.rest,
+            special_rows=self.special_rows,
             diagonal=self.fixed_diagonal,
             length_policy=self.length_policy,
             metadata=metadata,
@@ -334,6 +350,7 @@ def described_search(description: MaskFields, carrier: Carrier) -> MaskSearch:
         "special_tokens": "first" if first_alone else search.special_tokens,
         "last_token": "real",
         "rest": "none",
+        "special_rows": True,
         "diagonal": "learned",
         "length_policy": default_length_policy(search.frozen_form),
         "mask_form": "log" if targeted else "additive",

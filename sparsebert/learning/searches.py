@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 from torch.nn.functional import logsigmoid
 
-from ..masks.expansion import SPECIAL_TOKENS, parameter_index
+from ..masks.expansion import SPECIAL_TOKENS, learned_ranges, parameter_index
 from ..masks.sparse_mask import SparseMask
 from .decided_entries import VerticalSlash
 
@@ -37,6 +37,11 @@ class Search:
     stochastic: bool
     special_tokens: str
     mask_constant: float
+
+    @property
+    def toeplitz(self) -> bool:
+        """Whether each parameter decides the entries of a distance, which is signed if the search is not symmetric."""
+        return self.form in ("offsets", "blocks")
 
     @property
     def frozen_form(self) -> str:
@@ -136,19 +141,28 @@ def hard_log_bias(mask: torch.Tensor, constant: float) -> torch.Tensor:
 
 
 def num_parameters(
-    form: str, length: int, symmetric: bool = True, special_tokens: str = "none", block_size: int | None = None
+    form: str,
+    length: int,
+    symmetric: bool = True,
+    special_tokens: str = "none",
+    block_size: int | None = None,
+    special_rows: bool = True,
 ) -> int:
     """
     K, the number of parameters per head: one per entry of a table, or per unordered pair if it is symmetric; one per
-    tile diagonal; or one per offset that occurs between tokens that are not special. `"vertical_slash"` has one more
-    per token that is not special, or two if columns and rows have their own.
+    tile diagonal; or one per offset that occurs between tokens that are not special, of which the queries may be
+    special without `special_rows`. Offsets and tile diagonals that are not symmetric have one for either direction.
+    `"vertical_slash"` has one more per token that is not special, or two if columns and rows have their own.
     """
     if form == "table":
         return length * (length + 1) // 2 if symmetric else length * length
+    queries, keys = learned_ranges(length, SPECIAL_TOKENS.index(special_tokens), special_rows)
+    if form == "vertical_slash":
+        return len(keys) * (3 - symmetric)
+    distances = max(queries.stop - keys.start, keys.stop - queries.start)
     if form == "blocks":
-        return -(-length // (block_size or 1))
-    learned_tokens = length - SPECIAL_TOKENS.index(special_tokens)
-    return learned_tokens * ((3 - symmetric) if form == "vertical_slash" else 1)
+        distances = -(-length // (block_size or 1))
+    return distances if symmetric else max(2 * distances - 1, 0)
 
 
 def parameter_distance(form: str, size: int, length: int, symmetric: bool = True) -> torch.Tensor:
@@ -160,7 +174,7 @@ def parameter_distance(form: str, size: int, length: int, symmetric: bool = True
         offsets = torch.arange(size // (3 - symmetric))
         return torch.cat([offsets, torch.full((size - len(offsets),), length // 3)])
     if form != "table":
-        return torch.arange(size)
+        return torch.arange(size) if symmetric else (torch.arange(size) - size // 2).abs()
     position = torch.arange(length)
     distance = (position[:, None] - position[None, :]).abs()
     return torch.zeros(size, dtype=torch.long).scatter_(
@@ -183,4 +197,5 @@ def to_sparse_mask(
     elif form == "vertical_slash":
         form, union = "table", VerticalSlash(length, fields.get("special_tokens", "none"), symmetric)
         keep = union.expand(selected, length)
-    return SparseMask(keep, length, form=form, block_size=block_size if form == "blocks" else None, **fields)
+    block_size, symmetric = block_size if form == "blocks" else None, symmetric or form == "table"
+    return SparseMask(keep, length, form=form, block_size=block_size, symmetric=symmetric, **fields)

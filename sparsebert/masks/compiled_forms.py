@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from .expansion import fill_fixed_entries
+from .expansion import fill_fixed_entries, signed_parameters
 from .sparse_mask import SparseMask
 
 
@@ -25,12 +25,12 @@ def base_table(mask: SparseMask, length: int, causal: bool = False, special: str
     """
     The entries of a mask that are the same for every sequence, bool `(L, H, m, m)` on the CPU.
 
-    `special`: the special tokens whose rows and columns are on, `"none"`, `"first"` (the last one may differ between
-    sequences) or `"all"` (of unpadded sequences).
+    `special`: the special tokens whose rows (unless the mask leaves them to its parameters) and columns are on,
+    `"none"`, `"first"` (the last one may differ between sequences) or `"all"` (of unpadded sequences).
     """
     if special == "all" or mask.special_tokens == "none":
         special = mask.special_tokens
-    table = fill_fixed_entries(mask.structure(length), special, mask.diagonal)
+    table = fill_fixed_entries(mask.structure(length), special, mask.diagonal, mask.special_rows)
     return table.tril() if causal else table
 
 
@@ -101,7 +101,8 @@ def _tensors_of_parameters(handle, make, length, device):
 
     def compile_mask():
         with torch.device("cpu"):
-            made = (make(layer, mask.block_size or 1, mask.diagonal) for layer in mask.keep)
+            signed = signed_parameters(mask.keep, mask.symmetric)
+            made = (make(layer, mask.block_size or 1, mask.diagonal) for layer in signed)
             return tuple(tensor.to(device) for tensors in made for tensor in tensors)
 
     return remember(mask, (make, device), compile_mask)
@@ -113,8 +114,8 @@ def compiled_parameters(
     """
     [`compiled`] for a Toeplitz mask, where the form is the same for inputs of any length, which is checked alone.
 
-    `make`: as there, of the parameters of one layer, bool `(H, K)` on the CPU, the block size (1 for offsets) and the
-    mask's `diagonal`.
+    `make`: as there, of the parameters of one layer by their signed distance, bool `(H, 2K - 1)` on the CPU, see
+    [`signed_parameters`], the block size (1 for offsets) and the mask's `diagonal`.
     """
     return _by_layer(_tensors_of_parameters(mask.handle, make, length, str(device)), mask.handle)
 
@@ -160,7 +161,10 @@ def _narrowed(handle, window):
     def cut():
         with torch.device("cpu"):
             reached = (window - 1) // (mask.block_size or 1) + 2
-            return (mask.replace(keep=mask.keep & (torch.arange(mask.keep.shape[-1]) < reached)),)
+            distance = torch.arange(mask.keep.shape[-1])
+            if not mask.symmetric:
+                distance = (distance - len(distance) // 2).abs()
+            return (mask.replace(keep=mask.keep & (distance < reached)),)
 
     return remember(mask, ("narrow", window), cut)[0]
 

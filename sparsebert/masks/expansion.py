@@ -4,7 +4,9 @@ From the parameters of a mask to its entries.
 Letters: L layers (1 when shared), H heads, n tokens, K parameters per head, B tile size, i query, j key.
 
 The form of a mask says which parameter decides entry (i, j): `"offsets"` has one per `abs(i - j)`, `"blocks"` one per
-tile diagonal `abs(i // B - j // B)`, and `"table"` one per entry, or per unordered pair if it is symmetric.
+tile diagonal `abs(i // B - j // B)`, and `"table"` one per entry, or per unordered pair if it is symmetric. A Toeplitz
+form (offsets or blocks) that is not symmetric has one parameter per signed distance d, `i - j` or `i // B - j // B`:
+an odd number of them, in ascending order, that of d at the index `d + K // 2`.
 """
 
 import torch
@@ -33,6 +35,19 @@ def toeplitz_index(length: int, block_size: int = 1, device: torch.device | str 
     return (block[:, None] - block[None, :]).abs()
 
 
+def signed_parameters(values: torch.Tensor, symmetric: bool) -> torch.Tensor:
+    """
+    The parameters `(..., K)` of a Toeplitz form by their signed distance: `(..., 2K - 1)` for a symmetric one,
+    otherwise themselves.
+    """
+    return torch.cat([values.flip(-1)[..., :-1], values], dim=-1) if symmetric else values
+
+
+def num_distances(num_parameters: int, symmetric: bool) -> int:
+    """How many distances `abs(i // B - j // B)`, from 0 on, the parameters of a Toeplitz form are about."""
+    return num_parameters if symmetric else (num_parameters + 1) // 2
+
+
 def parameter_index(
     form: str,
     length: int,
@@ -40,14 +55,22 @@ def parameter_index(
     symmetric: bool = True,
     block_size: int | None = None,
     device: torch.device | str | None = None,
+    size: int | None = None,
 ) -> torch.Tensor:
     """
     The parameter of each entry at some input length, long `(length, length)`; K or more where there is none.
 
-    `symmetric`: entries (i, j) and (j, i) of a table share their parameter.
+    `symmetric`: entries (i, j) and (j, i) share their parameter. `size` is K, which a Toeplitz form that is not
+    symmetric needs.
     """
     if form != "table":
-        return toeplitz_index(length, (block_size or 1) if form == "blocks" else 1, device)
+        tile = (block_size or 1) if form == "blocks" else 1
+        if symmetric:
+            return toeplitz_index(length, tile, device)
+        assert size is not None
+        block = torch.arange(length, device=device) // tile
+        index = block[:, None] - block + size // 2
+        return index.masked_fill((index < 0) | (index > size), size)
     position = torch.arange(length, device=device)
     row, column = torch.broadcast_tensors(position[:, None], position[None, :])
     if symmetric:
@@ -63,10 +86,11 @@ def special_entries(
     first: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     device: torch.device | str | None = None,
+    rows: bool = True,
 ) -> torch.Tensor:
     """
     The rows and columns of the special tokens, bool `(n, n)`, or `(B, n, n)` if `first` or `last` `(B,)` say where
-    they are in each sequence of a batch. By default they are at 0 and n - 1.
+    they are in each sequence of a batch. By default they are at 0 and n - 1. Without `rows` the columns alone.
     """
     check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
     position = torch.arange(length, device=device)
@@ -75,25 +99,42 @@ def special_entries(
         special = position == (0 if first is None else first[:, None])
     if special_tokens == "first_last":
         special = special | (position == (length - 1 if last is None else last[:, None]))
-    return special[..., :, None] | special[..., None, :]
+    columns = special[..., None, :]
+    return special[..., :, None] | columns if rows else columns.expand(*special.shape, length)
 
 
-def fill_fixed_entries(table: torch.Tensor, special_tokens: str, diagonal: bool | None) -> torch.Tensor:
+def fill_fixed_entries(
+    table: torch.Tensor, special_tokens: str, diagonal: bool | None, special_rows: bool = True
+) -> torch.Tensor:
     """
-    Set, in place, the entries of a table `(..., n, n)` that no parameter decides: 1 for special tokens, and then
-    `diagonal`, unless it is `None`, for all n diagonal entries.
+    Set, in place, the entries of a table `(..., n, n)` that no parameter decides: 1 for special tokens, without their
+    rows if not `special_rows`, and then `diagonal`, unless it is `None`, for all n diagonal entries.
     """
     if special_tokens != "none":
-        table.masked_fill_(special_entries(table.shape[-1], special_tokens, device=table.device), 1)
+        special = special_entries(table.shape[-1], special_tokens, device=table.device, rows=special_rows)
+        table.masked_fill_(special, 1)
     if diagonal is not None:
         table.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
     return table
 
 
-def fixed_entries(length: int, special_tokens: str, diagonal: bool | None) -> torch.Tensor:
+def fixed_entries(length: int, special_tokens: str, diagonal: bool | None, special_rows: bool = True) -> torch.Tensor:
     """Which entries a search does not learn: int8 `(n, n)` on the CPU, 1 always on, 0 always off, -1 learned."""
     fixed = torch.full((length, length), -1, dtype=torch.int8, device="cpu")
-    return fill_fixed_entries(fixed, special_tokens, diagonal)
+    return fill_fixed_entries(fixed, special_tokens, diagonal, special_rows)
+
+
+def learned_ranges(
+    length: int, num_special: int, special_rows: bool = True, known: int | None = None
+) -> tuple[range, range]:
+    """
+    The queries and the keys between which parameters decide: those that are neither special (a query only if
+    `special_rows`) nor beyond the `known` tokens. `num_special`: 0, 1 (the first token) or 2 (the last one, too).
+    """
+    most = length if known is None else min(length, known)
+    start, end = min(num_special, 1), min(length - (num_special == 2), most)
+    keys = range(start, max(end, start))
+    return (keys if special_rows else range(most)), keys
 
 
 def check_length(length: int, mask_length: int, form: str) -> None:
@@ -134,7 +175,7 @@ def expand(
     if values.dim() == 4:
         return torch.nn.functional.pad(values[..., :length, :length], (0, new, 0, new), value=on)
     if index is None:
-        index = parameter_index(form, length, mask_length, symmetric, block_size, values.device)
+        index = parameter_index(form, length, mask_length, symmetric, block_size, values.device, size=values.shape[-1])
     # One parameter beyond the last stands for every entry that has none.
     values = torch.nn.functional.pad(values, (0, 1), value=off)
     index = index.clamp(max=values.shape[-1] - 1)
@@ -145,18 +186,38 @@ def expand(
     return table
 
 
-def token_pairs(start: int, end: int, block_size: int, num_parameters: int) -> torch.Tensor:
+def num_pairs(queries: range, keys: range) -> int:
+    """Number of pairs of a query and a key before it."""
+    return sum(max(queries.stop - max(queries.start, key + 1), 0) for key in keys)
+
+
+def token_pairs(
+    queries: range, keys: range, block_size: int, num_parameters: int, symmetric: bool = True, causal: bool = False
+) -> torch.Tensor:
     """
-    How many ordered pairs of the tokens from `start` to `end - 1` each parameter of a Toeplitz form decides, without
-    those of a token with itself: float64 `(K,)`.
+    How many pairs of a query and a key each parameter of a Toeplitz form decides, without those of a token with
+    itself: float64 `(K,)`. `causal`: only pairs with a key before the query.
     """
-    blocks = torch.arange(start, end, device="cpu") // block_size
-    sizes = blocks.bincount(minlength=num_parameters).double()  # tokens per block
-    spectrum = torch.fft.rfft(sizes, 2 * len(sizes))
-    pairs = torch.fft.irfft(spectrum.abs() ** 2, 2 * len(sizes))[:num_parameters].round()
-    pairs[1:] *= 2
-    pairs[0] -= end - start
-    return pairs
+    reach = num_distances(num_parameters, symmetric)
+    token = torch.arange(max(queries.stop, keys.stop), device="cpu")
+    is_query, is_key = ((token >= tokens.start) & (token < tokens.stop) for tokens in (queries, keys))
+    block = token // block_size
+    size = max(reach, int(block[-1]) + 1 if len(token) else 0)
+    sizes = [block[chosen].bincount(minlength=size).double() for chosen in (is_query, is_key)]  # tokens per block
+    spectrum = [torch.fft.rfft(each, 2 * size) for each in sizes]
+    pairs = torch.fft.irfft(spectrum[0] * spectrum[1].conj(), 2 * size).round()
+    positive, negative = pairs[:reach], pairs[2 * size - reach + 1 :].flip(0)  # from distance 0 and from -1 on
+    if causal:
+        # The queries after each key in its own block.
+        after = ((block + 1) * block_size).clamp(max=queries.stop) - (token + 1).clamp(min=queries.start)
+        positive[0] = after[is_key].clamp(min=0).sum()
+        negative.zero_()
+    else:
+        positive[0] -= (is_query & is_key).sum()
+    if symmetric:
+        positive[1:] += negative
+        return positive
+    return torch.cat([negative.flip(0), positive])
 
 
 def kept_by_head(
@@ -166,6 +227,8 @@ def kept_by_head(
     block_size: int | None,
     num_special: int,
     diagonal: bool | None,
+    symmetric: bool = True,
+    special_rows: bool = True,
     known: int | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
@@ -174,22 +237,22 @@ def kept_by_head(
 
     `num_special`: 0, 1 (the first token) or 2 (the last one, too). `known`: tokens after which all entries are on.
     """
-    # The entries between the tokens that are neither special nor new are up to the parameters.
-    start, end = min(num_special, 1), length - (num_special == 2)
-    end = max(end if known is None else min(end, known), start)
-    inner = end - start
+    queries, keys = learned_ranges(length, num_special, special_rows, known)
+    inner = len(keys)  # they are queries, too
     if form == "table":
-        square = keep[..., start:end, start:end]
-        on_diagonal = square.diagonal(dim1=-2, dim2=-1).sum(-1)
+        part = keep[..., queries.start : queries.stop, keys.start : keys.stop]
+        shift = keys.start - queries.start
+        on_diagonal = part.diagonal(-shift, dim1=-2, dim2=-1).sum(-1)
         # A sum would first turn the entries into integers of 8 bytes.
-        counts = [head.count_nonzero() for head in (square.tril(-1) if causal else square).flatten(0, 1)]
+        counts = [head.count_nonzero() for head in (part.tril(-shift - 1) if causal else part).flatten(0, 1)]
         off_diagonal = torch.stack(counts).view(keep.shape[:2]) - (0 if causal else on_diagonal)
     else:
-        pairs = token_pairs(start, end, block_size or 1, keep.shape[-1])
-        off_diagonal = (keep.double() @ pairs).round().long() // (2 if causal else 1)
-        on_diagonal = keep[..., 0].long() * inner
-    outer = length**2 - inner**2
-    total = off_diagonal + ((outer + length - inner) // 2 if causal else outer)
+        pairs = token_pairs(queries, keys, block_size or 1, keep.shape[-1], symmetric, causal)
+        off_diagonal = (keep.double() @ pairs).round().long()
+        on_diagonal = keep[..., 0 if symmetric else keep.shape[-1] // 2].long() * inner
+    whole = length * (length + 1) // 2 if causal else length**2
+    outer = whole - inner - (num_pairs(queries, keys) if causal else len(queries) * inner - inner)
+    total = off_diagonal + outer
     if diagonal is None:
         return total + on_diagonal
     return total + (inner if diagonal else inner - length)
@@ -201,6 +264,8 @@ def num_empty_rows(
     block_size: int | None,
     num_special: int,
     diagonal: bool | None,
+    symmetric: bool = True,
+    special_rows: bool = True,
     window: int | None = None,
 ) -> int:
     """
@@ -211,20 +276,28 @@ def num_empty_rows(
     size = block_size or 1
     token = torch.arange(length, device=keep.device)
     window = length if window is None else window
-    distances = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep).masked_fill(~keep, length)
-    # Without any other block in the mask, as far as `length`, like one that is off.
-    nearest = torch.nn.functional.pad(distances[..., 1:], (0, 1), value=length).amin(-1, keepdim=True)
+    keep = signed_parameters(keep, symmetric)
+    middle = keep.shape[-1] // 2
+    own, behind, ahead = keep[..., middle : middle + 1], keep[..., middle + 1 :], keep[..., :middle].flip(-1)
+    # Where there is no other block in the mask, one as far as `length` stands for it, like one that is off.
+    distance = torch.arange(1, middle + 1, device=keep.device)
+    before, after = (
+        torch.nn.functional.pad(distance.expand_as(kept).masked_fill(~kept, length), (0, 1), value=length).amin(
+            -1, keepdim=True
+        )
+        for kept in (behind, ahead)
+    )
     # The nearest keys in other blocks are the last token of one before and the first token of one after.
-    before, after = token % size + (nearest - 1) * size + 1, nearest * size - token % size  # (L, H, n)
+    before, after = token % size + (before - 1) * size + 1, after * size - token % size  # (L, H, n)
     full = (before <= token.clamp(max=window)) | (after <= (length - 1 - token).clamp(max=window))
     company = torch.ones_like(token, dtype=torch.bool)  # in its own block, itself included
     if diagonal is False:
         company = (token % size > 0) | ((token % size < size - 1) & (token < length - 1))
         company &= window > 0
-    full |= keep[..., :1] & company
+    full |= own & company
     for end in (0, length - 1)[:num_special]:
         reached = (token - end).abs() <= window
         if diagonal is False:
-            reached[end] = min(window, length - 1) > 0
+            reached[end] = special_rows and min(window, length - 1) > 0
         full |= reached
     return int((~full).sum())

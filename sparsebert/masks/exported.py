@@ -38,9 +38,10 @@ def exported_structure(mask: SparseMask, length: int, device: torch.device) -> t
         table = keep.index_select(2, known).index_select(3, known)
     else:
         block = position if mask.block_size is None else position // mask.block_size
-        index = (block[:, None] - block).abs()
-        table = keep.index_select(2, index.clamp(max=last).flatten()).view(*keep.shape[:2], *index.shape)
-        table = table & (index <= last)
+        index = block[:, None] - block
+        index = index.abs() if mask.symmetric else index + last // 2
+        table = keep.index_select(2, index.clamp(0, last).flatten()).view(*keep.shape[:2], *index.shape)
+        table = table & (index >= 0) & (index <= last)
     if mask.length_policy == "dense":
         new = position >= mask.length
         table = table | new[:, None] | new

@@ -35,6 +35,10 @@ _SPECIAL_TOKENS = {
     "first": "the first token attends to all tokens and is attended by all",
     "first_last": "the first and the last token attend to all tokens and are attended by all",
 }
+_SPECIAL_COLUMNS = {
+    "first": "the first token is attended by all tokens",
+    "first_last": "the first and the last token are attended by all tokens",
+}
 
 
 def make_card(data: ModelCardData, sections: Mapping[str, str]) -> ModelCard:
@@ -131,15 +135,17 @@ def describe_mask(
     layers = "one for all layers" if len(sparsities) == 1 else f"one for each of {len(sparsities)} layers"
     length = f"{description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}"
     diagonal = {True: "kept", False: "removed"}.get(description["diagonal"])
+    signed = "" if description.get("symmetric", True) else "signed "
+    special = _SPECIAL_TOKENS if description.get("special_rows", True) else _SPECIAL_COLUMNS
     rows = {
         "made by": origin,
         "removed": f"{sum(heads) / len(heads):.1%} of the pairs of tokens",
-        "form": {"offsets": "a bit per distance of two tokens", "table": "a bit per pair of tokens"}.get(
-            description["form"], f"a bit per distance of two blocks of {description['block_size']} tokens"
+        "form": {"offsets": f"a bit per {signed}distance of two tokens", "table": "a bit per pair of tokens"}.get(
+            description["form"], f"a bit per {signed}distance of two blocks of {description['block_size']} tokens"
         ),
         "made for": length,
         "masks": f"{layers}, {len(sparsities[0])} heads",
-        "special tokens": _SPECIAL_TOKENS.get(description["special_tokens"], ""),
+        "special tokens": special.get(description["special_tokens"], ""),
         "a token's attention to itself": diagonal or "",
         "what is removed": "enters as the mean query sees it" if description.get("rest") == "mean" else "",
     }

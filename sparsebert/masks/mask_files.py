@@ -45,7 +45,7 @@ MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFI
 MASK_FORMAT_VERSION = 1
 MASK_FORMAT_VERSIONS = (1, 2)
 # Fields that a description leaves out where a mask has the default.
-OPTIONAL: dict[str, Any] = {"rest": "none"}
+OPTIONAL: dict[str, Any] = {"rest": "none", "symmetric": True, "special_rows": True}
 # The code beside a BERT with a mask, for environments without this package.
 CODE_NAME = "modeling_frozen_sparsebert.py"
 
@@ -88,6 +88,8 @@ def check_sizes(description: dict[str, Any]) -> None:
     check_choice("form", description["form"], FORMS)
     bounds = {"num_layers": MAX_LAYERS, "num_heads": MAX_HEADS, "length": MAX_MASK_LENGTH}
     bounds |= dict.fromkeys(("num_parameters", "block_size"), MAX_MASK_LENGTH)
+    if description.get("symmetric") is False:
+        bounds["num_parameters"] = 2 * MAX_MASK_LENGTH - 1
     for name, most in bounds.items():
         size = description[name]
         if (name, size) != ("block_size", None) and not (type(size) is int and 0 < size <= most):
@@ -178,6 +180,8 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
     """Refuse provenance of a mask that could not be read back."""
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
     for name, value in metadata.items():
         if name in (*_DESCRIPTION, *OPTIONAL, *_WRITTEN, _SAMPLE_FIELD) or not isinstance(name, str):
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")

@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+from ..checks import check_choice, check_range
+from .expansion import num_distances
+
 
 # A configuration's `diagonal` to that of a SparseMask.
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
@@ -12,8 +15,17 @@ LAST_TOKENS = ("real", "position")
 RESTS = ("none", "mean")
 
 
-def checked_keep(keep: Any, form: str, length: int, block_size: int | None) -> torch.Tensor:
+def checked_keep(keep: Any, form: str, length: int, block_size: int | None, symmetric: Any) -> torch.Tensor:
     """A copy of the parameters of a mask, bool `(L, H, K)` or `(L, H, n, n)`, on the CPU."""
+    if (form == "blocks") != (block_size is not None):
+        raise ValueError(
+            f"block_size must be given with form 'blocks' and with no other, got {block_size!r} with form {form!r}"
+        )
+    if block_size is not None:
+        check_range("block_size", block_size, 1)
+    check_choice("symmetric", symmetric, (True, False))
+    if form == "table" and not symmetric:
+        raise ValueError("symmetric False needs a Toeplitz form (offsets or blocks), got form 'table'")
     if not isinstance(keep, torch.Tensor):
         raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
     if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
@@ -23,14 +35,23 @@ def checked_keep(keep: Any, form: str, length: int, block_size: int | None) -> t
     keep = keep[None] if keep.dim() == num_dims - 1 else keep
     if keep.dim() != num_dims:
         raise ValueError(f"keep of form {form!r} must have {num_dims} dimensions (L, H, ...), got {keep.dim()}")
-    size = {"offsets": keep.shape[-1], "blocks": -(-length // (block_size or 1)), "table": length}[form]
+    distances = num_distances(keep.shape[-1], symmetric) if form == "offsets" else -(-length // (block_size or 1))
+    size = distances if symmetric else 2 * distances - 1
     expected = (length, length) if form == "table" else (size,)
-    if tuple(keep.shape[2:]) != expected or size > length or 0 in keep.shape:
+    if tuple(keep.shape[2:]) != expected or distances > length or 0 in keep.shape:
+        signed = "" if symmetric else " that is not symmetric"
         raise ValueError(
-            f"keep of form {form!r} must have shape (L, H, {', '.join(map(str, expected))}), got "
+            f"keep of form {form!r}{signed} must have shape (L, H, {', '.join(map(str, expected))}), got "
             f"{tuple(keep.shape)} at length {length}"
         )
     return keep
+
+
+def check_special_rows(special_rows: Any, special_tokens: str) -> None:
+    """Check whether special tokens attend to all tokens, which only they can do without."""
+    check_choice("special_rows", special_rows, (True, False))
+    if not special_rows and special_tokens == "none":
+        raise ValueError("special_rows False needs special tokens, got special_tokens 'none'")
 
 
 def checked_rest_bias(bias: Any, rest: str, num_heads: int) -> torch.Tensor | None:

@@ -47,12 +47,12 @@ from .mask_files import (
     write_mask_files,
 )
 from .mask_sources import check_subfolder, find_mask_files
-from .mask_tensors import LAST_TOKENS, RESTS, checked_keep, checked_rest_bias
+from .mask_tensors import LAST_TOKENS, RESTS, check_special_rows, checked_keep, checked_rest_bias
 from .pushing import push_folder
 
 
 # What a mask has beside its tensors.
-_FIELDS = ("length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy", "rest")
+_FIELDS = ("length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy", *OPTIONAL)
 _TENSORS = ("keep", "rest_bias")
 
 
@@ -89,6 +89,11 @@ class SparseMask:
         rest_bias (`torch.Tensor` of shape `(1 or more, H)`, *optional*): Added to the scores of these keys, by layer
             and head; defaults to 0.
         metadata (`dict`, *optional*): Provenance stored in the mask's files, such as base model, revision and run.
+        symmetric (`bool`, *optional*, defaults to `True`): `False` for a Toeplitz form with a bit per signed distance,
+            `i - j` for `"offsets"` and `i // B - j // B` for `"blocks"`, in ascending order. Where a symmetric form
+            has K bits, this one has 2K - 1, that of the distance d at the index `d + K - 1`.
+        special_rows (`bool`, *optional*, defaults to `True`): Whether the special tokens attend to all tokens.
+            `False` leaves what they attend to, apart from the special tokens, to `keep`.
 
     Raises:
         ValueError: If a field is out of its range or `keep` does not fit the form.
@@ -113,6 +118,8 @@ class SparseMask:
         rest: str = "none",
         rest_bias: torch.Tensor | None = None,
         metadata: dict[str, Any] | None = None,
+        symmetric: bool = True,
+        special_rows: bool = True,
     ):
         check_choice("form", form, FORMS)
         check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
@@ -124,16 +131,9 @@ class SparseMask:
         if form == "table" and length_policy == "extend":
             raise ValueError("length_policy 'extend' needs a Toeplitz form (offsets or blocks), got form 'table'")
         check_range("length", length, 1)
-        if (form == "blocks") != (block_size is not None):
-            raise ValueError(
-                f"block_size must be given with form 'blocks' and with no other, got {block_size!r} with form {form!r}"
-            )
-        if block_size is not None:
-            check_range("block_size", block_size, 1)
-        if not isinstance(metadata, dict | None):
-            raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
-        check_metadata(metadata or {})
-        self.keep = checked_keep(keep, form, length, block_size)
+        check_metadata({} if metadata is None else metadata)
+        check_special_rows(special_rows, special_tokens)
+        self.keep = checked_keep(keep, form, length, block_size, symmetric)
         self.rest = rest
         self.rest_bias = checked_rest_bias(rest_bias, rest, self.num_heads)
         self.length = length
@@ -143,6 +143,8 @@ class SparseMask:
         self.last_token = last_token
         self.diagonal = None if diagonal is None else bool(diagonal)
         self.length_policy = length_policy
+        self.symmetric = bool(symmetric)
+        self.special_rows = bool(special_rows)
         self.metadata = copy.deepcopy(metadata or {})
         self._register()
 
@@ -161,7 +163,7 @@ class SparseMask:
         return {name: vars(self)[name] for name in (*_TENSORS, *_FIELDS, "metadata")}
 
     def __setstate__(self, state):
-        self.__dict__.update({"rest": "none", "rest_bias": None} | state)
+        self.__dict__.update({"rest_bias": None} | OPTIONAL | state)
         self._register()
 
     @property
@@ -204,13 +206,13 @@ class SparseMask:
         if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
             raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
         self.check_length(length)
-        return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy)
+        return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy, self.symmetric)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
         """
         The whole mask of one unpadded sequence of `length` tokens, by default its own: bool `(L, H, length, length)`.
         """
-        return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal)
+        return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal, self.special_rows)
 
     def check_length(self, length: int) -> None:
         """Refuse a length that the mask says nothing about."""
@@ -232,8 +234,9 @@ class SparseMask:
         """Number of tokens after which all rows and columns are on."""
         return self.length if self.length_policy == "dense" else None
 
-    def _shape(self, length: int) -> tuple[str, int, int | None, int, bool | None]:
-        return self.form, length, self.block_size, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
+    def _shape(self, length: int) -> tuple[str, int, int | None, int, bool | None, bool, bool]:
+        num_special = SPECIAL_TOKENS.index(self.special_tokens)
+        return self.form, length, self.block_size, num_special, self.diagonal, self.symmetric, self.special_rows
 
     @cached_property
     def density(self) -> float:
@@ -384,10 +387,9 @@ class SparseMask:
             mask = cls(keep, **fields)
         except (ValueError, TypeError) as error:
             raise MaskFileError(f"{config_path}: {error}") from error
-        described = mask.description()
-        for name in sorted(fields.keys() & described.keys()):
-            if (type(fields[name]), fields[name]) != (type(described[name]), described[name]):
-                raise MaskFileError(f"{config_path}: {name} must be {described[name]!r}, got {fields[name]!r}")
+        for name in sorted(fields.keys() & {*_FIELDS}):
+            if (type(fields[name]), fields[name]) != (type(value := getattr(mask, name)), value):
+                raise MaskFileError(f"{config_path}: {name} must be {value!r}, got {fields[name]!r}")
         if sparsity is not None and not abs(mask.sparsity - sparsity) <= SPARSITY_TOLERANCE:
             raise MaskFileError(
                 f"{config_path}: the sparsity is described as {sparsity!r}, but {weights_path.name} has "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .compiled_forms import base_table
+from .expansion import signed_parameters
 from .sparse_mask import SparseMask
 
 
@@ -123,11 +124,11 @@ def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = Fa
     new = first + size > known  # whether a tile has tokens whose rows and columns are on
     low, high = first // block, ((first + size).clamp(max=known) - 1) // block  # the blocks that its others are in
     num_blocks = -(-length // block)
-    keep = mask.keep[0][:, :num_blocks]  # (H, K)
-    keep = torch.nn.functional.pad(keep, (0, num_blocks - keep.shape[-1]))
-    both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), by the block of the query less the key's
+    both = signed_parameters(mask.keep[0], mask.symmetric)  # (H, 2K - 1), by the block of the query less the key's
+    beyond = num_blocks - (both.shape[-1] + 1) // 2  # negative if there are fewer blocks than in the mask
+    both = torch.nn.functional.pad(both, (beyond, beyond))
     before = torch.nn.functional.pad(both.int().cumsum(-1), (1, 0))  # how many smaller differences are kept
-    own = keep[:, 0]
+    own = both[:, num_blocks - 1]
     all_new = first >= known
     # Whether two known tokens of a tile are in one block, so that their difference of 0 is not only on the diagonal.
     two_of_a_block = (first + size).clamp(max=known) - first - 1 > high - low
@@ -150,5 +151,5 @@ def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = Fa
         if causal:
             row_live, row_full = row_live[:, : row + 1], row_full & (first + size - 1 <= first[row])
         live, full = live + int(row_live.sum()), full + int(row_full.sum())
-    tiles = len(keep) * len(first) ** 2
+    tiles = len(both) * len(first) ** 2
     return live / tiles, full / tiles

@@ -115,9 +115,10 @@ def attach(
         attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
             `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
         fields: For a mask's folder or Hub id: `revision`, `subfolder` and `token`, see [`SparseMask.from_pretrained`].
-            Fields of [`MaskDescription`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
-            for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
-            `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`; for any mask or search: `skip_padding`.
+            Fields of [`MaskDescription`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...; for a
+            pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask: `length_policy`,
+            `last_token`, `special_rows`, `diagonal`, `rest`, `allow_empty_rows`; for any mask or search:
+            `skip_padding`.
 
     Returns:
         `model`, changed in place: it now has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that

@@ -19,7 +19,8 @@ from ..checks import printable
 from ..file_kinds import drop_links
 from ..files import replace_files
 from ..hub import commit_of, read_config
-from ..learning.mask_description import OWN_FIELDS, search_file
+from ..learning.mask_description import OWN_FIELDS
+from ..learning.search_files import search_file
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import (
     CODE_NAME,

@@ -12,7 +12,8 @@ from transformers.utils import CONFIG_NAME, hub
 
 from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
 from ..attention.model_masks import sparse_attention_of
-from ..learning.mask_description import MASK_FIELDS, read_search
+from ..learning.mask_description import MASK_FIELDS
+from ..learning.search_files import read_search
 from ..masks.mask_files import MASK_CONFIG_NAME, NOTE_FIELD, PARTS_FIELD, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask

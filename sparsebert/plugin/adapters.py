@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.model_masks import sparse_attention_of, without_adapters
-from ..learning.mask_description import STATE_FIELDS, read_search
+from ..learning.mask_description import STATE_FIELDS
+from ..learning.search_files import read_search
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask

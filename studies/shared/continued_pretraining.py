@@ -17,6 +17,7 @@ from sparsebert.data.examples import pretraining_dataset
 from sparsebert.hub import read_config
 from sparsebert.learning.mask_description import pattern_mask
 from sparsebert.learning.mask_search import described_search
+from sparsebert.learning.searches import SEARCHES
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
@@ -32,7 +33,7 @@ COUNTED_ROWS = 4000
 # How a search with a target learns.
 # "mask": through the mask that it would freeze to, with one budget for all heads. The masks are those of the paper,
 # symmetric and shared by all layers.
-# "layers": likewise, but each layer has masks of its own, which need not be symmetric.
+# "layers": likewise, but each layer has masks of its own, which need not be symmetric if learned per entry.
 # "probs": through P, ever steeper, with the same budget in every head; the masks are those of the paper.
 _MASK = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global"}
 SEARCH_VARIANTS: dict[str, dict[str, Any]] = {
@@ -109,7 +110,8 @@ def target_search(settings: dict[str, Any], search: str, target: float, variant:
     """The fields of a search with a target, learned as a key of `SEARCH_VARIANTS` says."""
     start = {name: settings[name] for name in ("initial_decay", "initial_sparsity") if settings[name] is not None}
     model = {"search": search, "target_sparsity": target, "mask_logit_scale": settings["target_logit_scale"]}
-    return model | start | SEARCH_VARIANTS[variant]
+    fields = model | start | SEARCH_VARIANTS[variant]
+    return fields | ({"symmetric": True} if SEARCHES[search].toeplitz and "symmetric" in fields else {})
 
 
 def check_continued(cell: dict[str, Any], model: dict[str, Any] | None = None) -> None:

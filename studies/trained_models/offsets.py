@@ -14,6 +14,7 @@ from sparsebert import SparseMask
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.pictures.mask_pictures import plot_heads
 from sparsebert.analysis.tables import Table
+from sparsebert.masks.expansion import signed_parameters
 from sparsebert.masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from sparsebert.models.loading import carries_mask
 
@@ -66,7 +67,8 @@ def _run(cell, folder):
     if mask.form != "offsets":
         raise ValueError(f"expected a mask of offsets, got one of the form {mask.form!r}")
     mask.replace(metadata={}).save_pretrained(folder)
-    kept = mask.keep.float().mean((0, 1))
+    kept = signed_parameters(mask.keep, mask.symmetric).float().mean((0, 1))
+    kept = (kept + kept.flip(0))[len(kept) // 2 :] / 2  # by distance, whatever its sign
     embeddings = model.base_model.embeddings.position_embeddings.weight.detach()[: mask.length].float()
     alike = similarity_by_distance(embeddings)[: len(kept)]
     far = slice(FAR, None) if len(kept) > FAR + 2 else slice(None)

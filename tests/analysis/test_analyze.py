@@ -256,10 +256,10 @@ def test_runs_that_are_no_seeds_of_one_search(tmp_path, runs, check_refused):
     check_refused([runs[0], tmp_path / "heads"], "quantity is 'M, 1 where")
 
 
-# Settings of a search, with values that are not the defaults.
+# Settings of a search, with values that are not the defaults. Whether distances are signed, the mask says.
 OTHERS = {
     "mask_form": "log", "mask_constant": 0.25, "mask_logit_scale": 0.25, "temperature": 0.25, "temperature_end": 0.25,
-    "noise_scale": 0.25, "share_noise": True, "hard": True, "symmetric": False, "share_layers": False,
+    "noise_scale": 0.25, "share_noise": True, "hard": True, "share_layers": False,
     "sparsity_weight": 0.25, "target_sparsity": 0.25, "sparsity_scope": "global", "initial_decay": 0.25,
     "initial_sparsity": 0.25, "sparsity_warmup": 0.25, "sparsity_ramp": 0.25,
 }  # fmt: skip

@@ -69,6 +69,11 @@ def test_each_head_has_its_own_means():
     assert offsets.tolist() == list(range(18))
     assert profile.shape == (2, 3, 4, 18)
     np.testing.assert_allclose(profile[..., 2], groups["offset_2"])
+    signed, sides = offset_profile(probs, signed=True)
+    assert signed.tolist() == list(range(-17, 18))
+    for place in (0, 15, 17, 20):  # a diagonal of torch has the offset j - i
+        mean = probs[..., 1:-1, 1:-1].diagonal(17 - place, -2, -1).mean(-1)
+        np.testing.assert_allclose(sides[..., place], mean, rtol=1e-5)
 
 
 def test_shapes():

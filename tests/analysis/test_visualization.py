@@ -51,6 +51,10 @@ def test_what_the_pictures_show(figures):
     torch.testing.assert_close(pooled, sketch(probs.mean(0)), check_dtype=False)
     (line,) = (line for line in figures[2].axes[0].lines if line.get_label() == "mean over heads")
     assert line.get_ydata() == pytest.approx(offset_profile(as_runs(probs), "first_last")[1].mean((0, 1, 2)))
+    plot_offset_profile(probs, "any", signed=True)
+    (axis,) = figures.pop().axes
+    (line,) = (line for line in axis.lines if line.get_label() == "mean over heads")
+    assert line.get_xdata().tolist() == list(range(-17, 18)) and "i - j" in axis.get_xlabel()
     means = [line.get_ydata()[0] for line in figures[3].axes[0].lines if line.get_marker() == "D"]
     assert means == pytest.approx([values.mean() for values in head_groups(as_runs(probs), "first_last").values()])
 

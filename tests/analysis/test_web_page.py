@@ -77,6 +77,10 @@ def some_masks():
     return {
         "offsets": SparseMask(keep[..., :20], 37, form="offsets", special_tokens="first_last"),
         "blocks": SparseMask(keep[..., :5], 37, form="blocks", block_size=8, special_tokens="first", diagonal=False),
+        "signed": SparseMask(
+            keep[..., :19], 37, form="offsets", symmetric=False, special_tokens="first_last", special_rows=False
+        ),
+        "signed blocks": SparseMask(keep[..., :9], 37, form="blocks", block_size=8, symmetric=False),
         "table": SparseMask(table, 37, diagonal=True),
         "shared": build_pattern("bigbird", 64, 4),
     }
@@ -98,12 +102,15 @@ def decoded(data):
         tables = bits[:, : size**2].reshape(-1, size, size)
     else:
         place = np.arange(size) // (data["block_size"] or 1)
-        parameter = abs(place[:, None] - place)
-        padded = np.pad(bits, ((0, 0), (0, size)))
-        tables = padded[:, parameter]
+        distance = place[:, None] - place
+        parameter = abs(distance) if data["symmetric"] else distance + data["middle"]
+        padded = np.pad(bits, ((0, 0), (size, size)))
+        tables = padded[:, parameter + size]
     tables = tables.astype(bool)
     for token in {"none": [], "first": [0], "first_last": [0, -1]}[data["special_tokens"]]:
-        tables[:, token] = tables[:, :, token] = True
+        tables[:, :, token] = True
+        if data["special_rows"]:
+            tables[:, token] = True
     if data["diagonal"] is not None:
         tables[:, range(size), range(size)] = data["diagonal"]
     return tables[np.array(data["heads"])]

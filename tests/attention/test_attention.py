@@ -101,7 +101,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-MASKS = [*PATTERNS, *SEARCHES, "per head", "empty rows"]
+# Masks with a bit per signed distance, or with the columns of special tokens alone, by their fields.
+SIGNED = {
+    "signed offsets": {"form": "offsets", "special_tokens": "first_last", "special_rows": False, "symmetric": False},
+    "signed blocks": {"form": "blocks", "special_tokens": "first", "symmetric": False},
+    "columns and blocks": {"form": "blocks", "special_tokens": "first_last", "special_rows": False},
+    "columns and table": {"form": "table", "special_tokens": "first", "special_rows": False},
+}
+MASKS = [*PATTERNS, *SEARCHES, *SIGNED, "per head", "empty rows"]
 LENGTHS = (1, 7, 63, 64, 100, 128, 257, 512)
 PADDINGS = ("none", "right", "left", "mixed", "holes", "nothing real")
 HEAD_SIZES = (8, 20, 32, 64, 128)
@@ -119,8 +126,8 @@ def able(name, device, field, values):
 
 @functools.cache
 def special_tokens_of(mask):
-    if mask in SEARCHES:
-        return SEARCHES[mask].special_tokens
+    if mask in {**SEARCHES, **SIGNED}:
+        return SEARCHES[mask].special_tokens if mask in SEARCHES else SIGNED[mask]["special_tokens"]
     return build_pattern(mask, 17, 1).special_tokens if mask in PATTERNS else "first"
 
 
@@ -190,6 +197,13 @@ def make_mask(case):
             return SparseMask(keep, length, form, BLOCK_SIZE, **fields)
         table = torch.rand(num_heads, length, length) < 0.2
         return SparseMask(table | table.mT, length, form, **fields)
+    if case.mask in SIGNED:
+        fields |= SIGNED[case.mask]
+        size, fields["block_size"] = length, BLOCK_SIZE if fields["form"] == "blocks" else None
+        if fields["block_size"]:
+            size = -(-length // BLOCK_SIZE)
+        shape = (length, length) if fields["form"] == "table" else (2 * size - 1 if "symmetric" in fields else size,)
+        return SparseMask(torch.rand(num_heads, *shape) < 0.2, length, **fields)
     table = torch.rand(num_heads, length, length) < torch.tensor([0.03, 0.7][-num_heads:])[:, None, None]
     if case.mask == "empty rows":
         table[0] = False
@@ -225,7 +239,9 @@ def kept(mask, length, padding=None, causal=False, layer=0, batch=2):
         if mask.special_tokens == "first_last" and real:
             special.append(real[-1] if mask.last_token == "real" else length - 1)
         for position in special:
-            table[:, position] = table[:, :, position] = True
+            table[:, :, position] = True
+            if mask.special_rows:
+                table[:, position] = True
         if mask.diagonal is not None:
             table.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)
         table = table.tril() if causal else table
@@ -347,7 +363,8 @@ def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_
     """A batch that mixes left and right padding, with a mask per head: the first token is the first real one."""
     length = 37
     table = torch.rand(2, length, length) < torch.tensor([0.05, 0.5])[:, None, None]
-    mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=diagonal)
+    masks = [SparseMask(table, length, special_tokens=special_tokens, diagonal=diagonal)]
+    masks += [] if special_tokens == "none" else [masks[0].replace(special_rows=False)]
     padding = torch.ones(5, length, dtype=torch.bool)
     padding[0, 20:], padding[1, :20], padding[2, :7], padding[2, 30:] = False, False, False, False
     padding[3, :-1], padding[4] = False, False
@@ -356,7 +373,7 @@ def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_
     def attention(*leaves):
         return sparse_dot_product_attention(*leaves, mask, padding, is_causal=causal, backend=name)
 
-    for causal in {False, special_tokens == "first"}:
+    for mask, causal in itertools.product(masks, {False, special_tokens == "first"}):
         keep = kept(mask, length, padding, causal)
         results = with_gradients(attention, query, key, value, grad)
         assert_as_good_as_plain(results, query, key, value, grad, keep, units=16)

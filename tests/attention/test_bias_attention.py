@@ -4,6 +4,7 @@ Attention under a bias that is being learned, per entry or per distance, against
 Letters: B batch, H heads, n queries, m keys, d head size, T distances in tiles.
 """
 
+import itertools
 from functools import partial
 
 import pytest
@@ -75,20 +76,33 @@ def entries(bias, length, causal=False):
     """A bias per distance as one of every entry, by its definition."""
     place = torch.arange(length)
     special = torch.isin(place, bias.special)
-    table = bias.values[:, (place[:, None] // bias.tile - place // bias.tile).abs()]
-    table = table.masked_fill(special[:, None] | special, 0.0)
+    distance = place[:, None] // bias.tile - place // bias.tile
+    table = bias.values[:, distance.abs() if bias.symmetric else distance + bias.values.shape[1] // 2]
+    table = table.masked_fill(special[:, None] & bias.special_rows | special, 0.0)
     if bias.diagonal is not None:
         table = table.masked_fill(place[:, None] == place, bias.diagonal)
     return table.masked_fill(place > place[:, None], REMOVED) if causal else table
 
 
 def formula(
-    query, key, value, bias, padding=None, first=None, last=None, learned_diagonal=True, causal=False, factors=1.0
+    query,
+    key,
+    value,
+    bias,
+    padding=None,
+    first=None,
+    last=None,
+    learned_diagonal=True,
+    causal=False,
+    factors=1.0,
+    special_rows=True,
 ):
     """The same with all scores in memory, in the inputs' dtype; the probabilities times `factors`."""
     if isinstance(bias, OffsetBias):
+        special_rows = bias.special_rows
         bias = entries(bias, query.shape[2], causal)
     tokens = {"first_token": first, "last_token": last, "learned_diagonal": learned_diagonal}
+    tokens["special_rows"] = special_rows
     inputs = MaskInputs("", bias.shape[1], bias.shape[2], padding=padding, causal=causal, **tokens)
     scores = (query @ key.mT).to(bias.dtype) * query.shape[-1] ** -0.5 + inputs.merged(bias)
     return (scores.softmax(-1) * factors).to(value.dtype) @ value
@@ -157,6 +171,12 @@ def test_a_bias_per_entry_equals_the_formula(case, dtype):
     assert_right(
         lambda *leaves: bias_attention(*leaves, *rest), lambda *leaves: formula(*leaves, *rest), inputs, grad, padding
     )
+    rows = {"special_rows": False}  # the special tokens' own, which are learned then
+    assert_right(
+        lambda *leaves: bias_attention(*leaves, *rest, **rows),
+        lambda *leaves: formula(*leaves, *rest, **rows),
+        *(inputs, grad, padding),
+    )
     if last is not None:
         # Neither a padded key nor a last token's row moves the bias.
         alone = torch.zeros_like(padding)
@@ -183,16 +203,19 @@ PER_DISTANCE = [
 
 
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("rules", [(True, True), (False, True), (False, False)], ids=["plain", "signed", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", PER_DISTANCE, ids=str)
-def test_a_bias_per_distance_equals_the_formula(case, dtype):
+def test_a_bias_per_distance_equals_the_formula(case, dtype, rules):
+    """`rules`: whether the distances have no sign, and whether special tokens have rows."""
     batch, length, head_size, padded, tokens, special, diagonal, causal, tile, layout = case
     *inputs, grad = tensors(batch, length, length, head_size, dtype, layout)
-    inputs.append(biases(-(-length // tile)))
+    size = -(-length // tile)
+    inputs.append(biases(size if rules[0] else 2 * size - 1))
     rest = (*padding_and_tokens(batch, length, padded, tokens), diagonal is None, causal)
 
     def run(attention, *states):
-        bias = OffsetBias(states[-1], tile, torch.tensor(special, dtype=torch.int64), diagonal)
+        bias = OffsetBias(states[-1], tile, torch.tensor(special, dtype=torch.int64), diagonal, *rules)
         return attention(*states[:-1], bias, *rest)
 
     assert_right(partial(run, bias_attention), partial(run, formula), inputs, grad, rest[0])
@@ -202,8 +225,10 @@ def test_a_bias_per_distance_equals_the_formula(case, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("diagonal", [None, 0.0, -5.0])
 def test_bias_of_every_entry(tile, causal, diagonal):
-    for special in ([0, 10], []):
-        bias = OffsetBias(torch.randn(HEADS, -(-11 // tile)), tile, torch.tensor(special, dtype=torch.int64), diagonal)
+    for special, symmetric in itertools.product(([0, 10], []), (True, False)):
+        values = torch.randn(HEADS, -(-11 // tile) if symmetric else 2 * -(-11 // tile) - 1)
+        rules = (diagonal, symmetric, symmetric)
+        bias = OffsetBias(values, tile, torch.tensor(special, dtype=torch.int64), *rules)
         torch.testing.assert_close(bias.table(11, causal), entries(bias, 11, causal), rtol=0, atol=0)
 
 
@@ -306,9 +331,9 @@ def test_operator_is_registered_as_pytorch_asks():
     tokens = (ragged(2, 6), torch.tensor([0, 1]), torch.tensor([5, 3]))
     options = (torch.tensor([1]), True, False, 0.25, 0.3, 4)
     operator = torch.ops.sparsebert.bias_attention.default
-    torch.library.opcheck(operator, (*inputs, *tokens, None, *options, 0, None))
+    torch.library.opcheck(operator, (*inputs, *tokens, None, *options, 0, None, True, True))
     values = torch.randn(HEADS, 3, requires_grad=True)
-    torch.library.opcheck(operator, (*inputs[:3], values, *tokens, torch.tensor([2]), *options, 2, None))
+    torch.library.opcheck(operator, (*inputs[:3], values, *tokens, torch.tensor([2]), *options, 2, None, True, True))
 
 
 # In a model

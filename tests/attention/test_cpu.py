@@ -21,6 +21,7 @@ from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_pr
 from sparsebert.attention.kernels import compilation, cpu
 from sparsebert.attention.kernels.compilation import LEVELS, library_name
 from sparsebert.attention.kernels.cpu import compressed_rows, find_level, signed_offsets, sleeping_threads, unavailable
+from sparsebert.masks.expansion import signed_parameters
 
 
 HEADS = 3
@@ -53,7 +54,7 @@ def operator_arguments(
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
-    flags = (True, True, False, 0, 0, False, -1)
+    flags = (True, True, True, False, 0, 0, False, -1)
     return begin, end, columns, padding, last, starts, rest, torch.tensor([seed]), *flags, length, dropout, 0.3
 
 
@@ -146,6 +147,14 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
         {"queries": 21, "block_size": 16},
         {"queries": 33, "block_size": 16, "causal": True, "special_tokens": "none"},
         {"strided": True},
+        {"symmetric": False},
+        {"symmetric": False, "block_size": 16, "queries": 21},
+        {"symmetric": False, "causal": True, "special_tokens": "first", "special_rows": False},
+        {"special_rows": False},
+        {"special_rows": False, "diagonal": False, "window": 7},
+        {"special_rows": False, "block_size": 16, "last_token": "position"},
+        {"special_rows": False, "block_size": 32, "diagonal": False},
+        {"special_rows": False, "block_size": 48, "diagonal": True, "special_tokens": "first"},
     ],
     ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()) or "offsets",
 )
@@ -157,7 +166,9 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
     causal, window, strided = options.pop("causal", False), options.pop("window", -1), options.pop("strided", False)
     queries, block_size = options.pop("queries", None), options.pop("block_size", 1)
     for length, head_size in ((1, 32), (64, 20), (97, 64), (129, 32), (65, 128), (70, 16)):
-        keep = torch.rand(HEADS, -(-length // block_size)) < torch.tensor([0.03, 0.3, 0.9])[:, None]
+        size = -(-length // block_size)
+        size = size if options.get("symmetric", True) else 2 * size - 1
+        keep = torch.rand(HEADS, size) < torch.tensor([0.03, 0.3, 0.9])[:, None]
         form = {"form": "blocks", "block_size": block_size} if block_size > 1 else {"form": "offsets"}
         mask = SparseMask(keep, length, **form, **options)
         padding = torch.ones(4, length, dtype=torch.bool)
@@ -174,9 +185,11 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
         last = None if options["special_tokens"] != "first_last" else last
         if last is not None and mask.last_token != "real":
             last = torch.full_like(last, length - 1)
-        flags = (options["special_tokens"] != "none", mask.diagonal is not False, causal, block_size, length)
+        flags = (options["special_tokens"] != "none", mask.special_rows, mask.diagonal is not False, causal)
+        flags = (*flags, block_size, length)
+        signed = signed_parameters(mask.keep[0], mask.symmetric)
         output = torch.ops.sparsebert.csr_attention(
-            *(query, key, value, *signed_offsets(mask.keep[0], block_size, mask.diagonal), padding, last, None),
+            *(query, key, value, *signed_offsets(signed, block_size, mask.diagonal), padding, last, None),
             *(None, torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
         )
         assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
@@ -185,9 +198,9 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_a_toeplitz_form_under_any_scale(block_size):
     """In bfloat16, a query cannot be scaled before it is multiplied."""
-    keep = torch.rand(HEADS, 64 // block_size) < 0.5
+    keep = signed_parameters(torch.rand(HEADS, 64 // block_size) < 0.5, True)
     query, key, value = (tensor.bfloat16() for tensor in numbers(2, HEADS, 64, 32))
-    form = (*signed_offsets(keep, block_size, None), *[None] * 4, torch.tensor([0]), True, True, False)
+    form = (*signed_offsets(keep, block_size, None), *[None] * 4, torch.tensor([0]), True, True, True, False)
     for scale in (0.0, -0.3, 3.0):
         got, want = (
             torch.ops.sparsebert.csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
@@ -215,7 +228,7 @@ def test_what_is_not_finite_reaches_no_query_that_does_not_see_it():
 def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
     """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
-    flags = (False, True, False, 0, 0, False, -1)
+    flags = (False, True, True, False, 0, 0, False, -1)
     none, nothing = torch.zeros_like(every), (*[None] * 4, torch.tensor([0]), *flags, 0, 0.0, 1.0)
     single = torch.ops.sparsebert.csr_attention(
         none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing

@@ -21,6 +21,7 @@ from test_cpu import (  # noqa: F401
 from sparsebert import SparseMask
 from sparsebert.attention.kernels.cpu import compressed_rows, signed_offsets
 from sparsebert.masks.compiled_forms import compiled
+from sparsebert.masks.expansion import signed_parameters
 
 
 NAMES = ("output", "query", "key", "value", "rest")
@@ -84,11 +85,12 @@ def attention(mask, padding, queries, rest=None, dropout=0.0, scale=None):
         last = torch.full_like(last, length - 1)
     block = 0 if mask.form == "table" else mask.block_size or 1
     if block:
-        form = signed_offsets(mask.keep[0], block, mask.diagonal)
+        form = signed_offsets(signed_parameters(mask.keep[0], mask.symmetric), block, mask.diagonal)
     else:
         (form,) = compiled(mask, compressed_rows, length, False, padding.device, special="first")
     known = mask.length if mask.length_policy == "dense" else length
-    flags = (mask.special_tokens != "none", mask.diagonal is not False, False, block, known, mask.diagonal is True, -1)
+    flags = (mask.special_tokens != "none", mask.special_rows, mask.diagonal is not False, False, block, known)
+    flags = (*flags, mask.diagonal is True, -1)
 
     def run(query, key, value, given=rest):
         tensors = (query[:, :, length - queries :], key, value, *form, padding, last, None, given, torch.tensor([5]))
@@ -287,10 +289,10 @@ def test_packed_sequences_get_what_they_get_alone(number):
 
 def test_packed_offsets():
     """Several queries at once, of sequences after a longer one, whose keys are still in memory."""
-    keep, rest = torch.rand(HEADS, 200) < 0.2, rest_of(3, HEADS, 32)
+    keep, rest = signed_parameters(torch.rand(HEADS, 200) < 0.2, True), rest_of(3, HEADS, 32)
     form, lengths = signed_offsets(keep, 1, None), (200, 70, 9)
     padding = torch.arange(200) < torch.tensor(lengths)[:, None]
-    flags = (torch.tensor([0]), True, True, False, 1, 200, False, -1, 200, 0.0, 0.2)
+    flags = (torch.tensor([0]), True, True, True, False, 1, 200, False, -1, 200, 0.0, 0.2)
     for dtype in (torch.float32, torch.bfloat16):
         states = [each.to(dtype) for each in numbers(1, HEADS, sum(lengths), 32)]
         starts = torch.tensor([0, 200, 270])
@@ -312,7 +314,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
 
 
-@pytest.mark.parametrize("place, option", [(9, True), (13, 4)], ids=["causal", "window"])
+@pytest.mark.parametrize("place, option", [(10, True), (14, 4)], ids=["causal", "window"])
 def test_what_has_no_rest_is_refused(place, option):
     """By the operator, for who calls it."""
     arguments = [*operator_arguments(rest=rest_of(2, HEADS, 8))]

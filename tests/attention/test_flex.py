@@ -26,6 +26,8 @@ CASES = [
     {"length": 257, "mask": "dam_b", "padding": "right", "head_size": 64, "dtype": torch.float16},
     {"length": 100, "padding": "right", "causal": True, "diagonal": False, "layout": "one projection"},
     {"length": 1, "mask": "empty rows"},
+    {"length": 100, "mask": "signed offsets", "padding": "mixed"},
+    {"length": 100, "mask": "columns and table", "padding": "left", "causal": True},
 ]
 
 

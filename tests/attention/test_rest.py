@@ -28,6 +28,10 @@ MASKS = {
     "blocks": {"keep": torch.tensor([1, 0, 1]).bool().expand(HEADS, -1), "form": "blocks", "block_size": 16},
     "table": {"keep": torch.rand(HEADS, 33, 33, generator=torch.Generator().manual_seed(0)) < 0.1, "form": "table"},
     "no diagonal": {"keep": torch.arange(5).expand(HEADS, -1) < 1, "diagonal": False},  # keeps nothing
+    "columns": {
+        **{"keep": torch.arange(17).expand(HEADS, -1) % 5 == 0, "symmetric": False, "special_tokens": "first_last"},
+        **{"special_rows": False},
+    },
     "dense": {"keep": torch.ones(HEADS, 33).bool()},  # removes nothing
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

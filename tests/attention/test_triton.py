@@ -94,6 +94,7 @@ QUICK = [
     {"length": 128, "mask": "dam_b", "diagonal": False},
     {"length": 77, "padding": "mixed", "head_size": 64, "causal": True, "dtype": torch.float16},
     {"length": 40, "mask": "bigbird", "padding": "nothing real", "dropout": 0.125},
+    {"length": 70, "mask": "signed offsets", "padding": "mixed", "diagonal": False},
 ]
 LISTS = [
     {"length": 130, "mask": "dam_b", "padding": "nothing real"},
@@ -101,6 +102,8 @@ LISTS = [
     {"length": 65, "causal": True, "padding": "right", "num_heads": 2},
     {"length": 101, "mask": "dam_s", "padding": "mixed", "diagonal": True, "last_token": "position"},
     {"length": 1, "mask": "empty rows", "padding": "right"},
+    {"length": 100, "mask": "columns and table", "padding": "left", "causal": True},
+    {"length": 101, "mask": "columns and blocks", "padding": "holes", "dropout": 0.125},
     pytest.param({"length": 66, "mask": "bigbird", "padding": "holes", "dropout": 0.125}, marks=slow),
     pytest.param({"length": 330, "mask": "dam_b", "padding": "right"}, marks=slow),
 ]
@@ -334,7 +337,8 @@ def test_the_operator_is_well_formed():
     rest = [torch.randn(2, 1, *size, device=DEVICE, requires_grad=True) for size in ((32,), (32,), ())]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for own in ([None] * 3, rest):
-        mask = (list(tiles), padding.view(torch.int8), spans, first, last, seed, *own, None, False, False, 60000, 1.0)
+        mask = (list(tiles), padding.view(torch.int8), spans, first, last, seed, *own, None)
+        mask = (*mask, False, False, True, 60000, 1.0)
         torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*case.leaves(), *mask), test_utils=checks)
 
 
@@ -353,7 +357,7 @@ def test_shapes_without_running():
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
         tiles = [mode.from_tensor(tensor) for tensor in mask]
-        mask = (tiles, *[None] * 9, False, False, 65536, 1.0)
+        mask = (tiles, *[None] * 9, False, False, True, 65536, 1.0)
         output, lse = torch.ops.sparsebert.tile_attention(*leaves, *mask)
         gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *mask)
     assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16

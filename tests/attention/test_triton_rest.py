@@ -34,6 +34,7 @@ SHORT = [
     {"length": 70, "mask": "dam_s", "padding": "mixed", "num_heads": 2},
     {"length": 7, "mask": "empty rows", "padding": "holes", "head_size": 64},
     {"length": 65, "mask": "dam_b", "diagonal": False},
+    {"length": 70, "mask": "signed offsets", "padding": "mixed"},
     {"length": 33, "mask": "dense", "padding": "nothing real", "dropout": 0.125},
     {"length": 40, "mask": "bigbird", "padding": "left", "dtype": torch.float16, "last_token": "position"},
 ]
@@ -41,6 +42,7 @@ LISTS = [
     {"length": 130, "mask": "dam_b", "padding": "mixed", "num_heads": 2},
     {"length": 66, "mask": "dam_s", "padding": "holes", "dropout": 0.125, "head_size": 64, "diagonal": False},
     {"length": 65, "mask": "empty rows", "num_heads": 2},
+    {"length": 100, "mask": "columns and blocks", "padding": "holes"},
     {"length": 1, "mask": "empty rows", "padding": "right"},
     pytest.param(
         {"length": 600, "mask": "dam_b", "padding": "left"}, marks=pytest.mark.slow

@@ -153,14 +153,18 @@ def test_hard_log_form_tells_what_a_removed_entry_would_change(removed):
         ("dam_s", {}, 10),
         ("dam_s", {"special_tokens": "first"}, 11),
         ("dam_s", {"special_tokens": "none"}, 12),
+        ("dam_s", {"symmetric": False}, 19),
+        ("dam_s", {"symmetric": False, "special_rows": False}, 21),
+        ("dam_s", {"special_tokens": "first", "special_rows": False}, 12),
         ("dam_u", {}, 78),
         ("soft", {}, 78),
         ("soft", {"symmetric": False}, 144),
         ("dam_b", {"block_size": 16, "mask_length": 40}, 3),
+        ("dam_b", {"block_size": 16, "mask_length": 40, "symmetric": False}, 5),
         ("vertical_slash", {}, 20),
         ("vertical_slash", {"symmetric": False, "special_tokens": "first"}, 33),
     ],
-    ids=["dam_s", "dam_s first", "dam_s none", "dam_u", "soft", "soft free", "dam_b", "slash", "slash free"],
+    ids=str,
 )
 @pytest.mark.parametrize("share_layers", [True, False], ids=["shared", "per layer"])
 def test_number_of_logits(tiny_config, search, fields, size, share_layers):
@@ -178,20 +182,22 @@ def test_number_of_logits(tiny_config, search, fields, size, share_layers):
 
 
 PENALTY_CASES = [
-    (search, symmetric, special, diagonal)
+    (search, symmetric, special, special_rows, diagonal)
     for search in SEARCHES
-    for symmetric in ((True, False) if SEARCHES[search].frozen_form == "table" else (True,))
+    for symmetric in (True, False)
     for special in SPECIAL
+    for special_rows in ((True,) if special == "none" or search == "vertical_slash" else (True, False))
     for diagonal in ("learned", "keep", "remove")
 ]
 
 
 @pytest.mark.parametrize("share_layers", [True, False], ids=["shared", "per layer"])
-@pytest.mark.parametrize("search, symmetric, special_tokens, diagonal", PENALTY_CASES)
+@pytest.mark.parametrize("search, symmetric, special_tokens, special_rows, diagonal", PENALTY_CASES)
 def test_penalty_is_the_norm_of_the_drawn_matrices(
-    tiny_config, search, symmetric, special_tokens, diagonal, share_layers
+    tiny_config, search, symmetric, special_tokens, special_rows, diagonal, share_layers
 ):
     fields = {"search": search, "symmetric": symmetric, "special_tokens": special_tokens, "diagonal": diagonal}
+    fields["special_rows"] = special_rows
     fields |= {"share_layers": share_layers, "block_size": 16, "mask_length": 20, "mask_constant": 10.0}
     sparse_attention = searching(tiny_config(**fields, sparsity_weight=0.5))
     matrices = drawn_matrices(sparse_attention, 20)
@@ -214,11 +220,16 @@ def test_penalty_counts_the_whole_mask_whatever_the_input(tiny_config):
 # The matrices that the layers receive
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    "search, special_rows", [*[(name, True) for name in SEARCHES], ("dam_s", False), ("soft", False)]
+)
 @pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
 @pytest.mark.parametrize("special_tokens", SPECIAL)
-def test_special_tokens_and_diagonal_override_what_is_learned(tiny_config, search, diagonal, special_tokens):
+def test_special_tokens_and_diagonal_override_what_is_learned(
+    tiny_config, search, diagonal, special_tokens, special_rows
+):
     fields = {"diagonal": diagonal, "special_tokens": special_tokens, "hard": SEARCHES[search].stochastic}
+    fields["special_rows"] = special_rows or special_tokens == "none"
     config = tiny_config(search=search, mask_length=12, block_size=16, **fields)
     for alpha in (-30.0, 30.0):
         sparse_attention = searching(config)
@@ -226,7 +237,7 @@ def test_special_tokens_and_diagonal_override_what_is_learned(tiny_config, searc
             sparse_attention.mask_logits.fill_(alpha / config.mask_logit_scale)
         expected = torch.full((12, 12), alpha > 0)
         special = {"none": [], "first": [0], "first_last": [0, 11]}[special_tokens]
-        expected[special] = True
+        expected[special if special_rows else []] = True
         expected[:, special] = True
         if diagonal != "learned":
             expected.fill_diagonal_(diagonal == "keep")
@@ -253,12 +264,15 @@ def test_structured_masks_share_the_noise_along_a_diagonal(tiny_config):
     assert (matrices[:, [0, -1]] == 1).all() and (matrices[:, :, [0, -1]] == 1).all()
 
 
-def test_structured_equals_unstructured_with_tied_logits(tiny_config):
+@pytest.mark.parametrize("symmetric, special_rows", [(True, True), (False, True), (True, False), (False, False)])
+def test_structured_equals_unstructured_with_tied_logits(tiny_config, symmetric, special_rows):
     length = 12
-    structured = searching(tiny_config(search="dam_s", mask_length=length), decided=True)
-    tied = searching(tiny_config(search="dam_u", special_tokens="first_last", mask_length=length))
-    offset = parameter_index("offsets", length, length)
-    pair = parameter_index("table", length, length)
+    fields = {"special_tokens": "first_last", "special_rows": special_rows, "mask_length": length}
+    structured = searching(tiny_config(search="dam_s", symmetric=symmetric, **fields), decided=True)
+    tied = searching(tiny_config(search="dam_u", symmetric=symmetric, **fields))
+    size = structured.search.num_parameters
+    offset = parameter_index("offsets", length, length, symmetric, size=size)
+    pair = parameter_index("table", length, length, symmetric)
     with torch.no_grad():
         values = torch.nn.functional.pad(structured.mask_logits, (0, 2), value=-100.0)
         tied.mask_logits[..., pair.flatten()] = values[..., offset.flatten()]
@@ -269,8 +283,23 @@ def test_structured_equals_unstructured_with_tied_logits(tiny_config):
         for sparse_attention in (structured, tied):
             sparse_attention.mask_logits.div_(1000.0)
     torch.testing.assert_close(structured.mask_probs()[..., 1:-1, 1:-1], tied.mask_probs()[..., 1:-1, 1:-1])
+    inner = prepare(structured, length).bias[0][..., 1:-1, 1:-1]
+    assert torch.equal(inner, inner.mT) == symmetric
     assert torch.equal(structured.thresholded_mask().to_table(), tied.thresholded_mask().to_table())
     assert structured.sparsity() == tied.sparsity()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"special_tokens": "none"}, "special_rows [Ff]alse needs special tokens, got special_tokens 'none'"),
+        ({"search": "dam_u"}, "special_rows False needs special tokens, got special_tokens 'none'"),
+        ({"search": "vertical_slash"}, "special_rows False is not supported by search 'vertical_slash'"),
+    ],
+)
+def test_columns_alone_need_special_tokens(tiny_config, fields, message):
+    with pytest.raises(Exception, match=message):
+        SparseAttention(tiny_config(special_rows=False, **fields))
 
 
 def test_tied_samples_give_the_sum_of_the_gradients():

@@ -1,5 +1,7 @@
 """Parameters of a mask to its entries: every form, length and length policy, by the definition."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ N, BLOCK = 7, 3
 def parameters(form, symmetric, dtype=torch.float64):
     """`(L, H, K)`, all different and none 0."""
     size = {"offsets": N - 2, "blocks": -(-N // BLOCK), "table": N * (N + 1) // 2 if symmetric else N * N}[form]
+    size = 2 * size - 1 if form != "table" and not symmetric else size
     return torch.arange(1, 2 * 3 * size + 1, dtype=dtype).view(2, 3, size)
 
 
@@ -25,11 +28,13 @@ def entry(values, form, symmetric, policy, i, j):
     if form == "table" and symmetric:
         pairs = [(row, column) for row in range(N) for column in range(row + 1)]
         return values[pairs.index((max(i, j), min(i, j)))]
-    parameter = {"offsets": abs(i - j), "blocks": abs(i // BLOCK - j // BLOCK), "table": i * N + j}[form]
-    return values[parameter] if parameter < len(values) else -1
+    parameter = {"offsets": i - j, "blocks": i // BLOCK - j // BLOCK, "table": i * N + j}[form]
+    if form != "table":
+        parameter = abs(parameter) if symmetric else parameter + len(values) // 2
+    return values[parameter] if 0 <= parameter < len(values) else -1
 
 
-CASES = [(form, symmetric) for form in FORMS for symmetric in (True, False) if symmetric or form == "table"]
+CASES = list(itertools.product(FORMS, (True, False)))
 
 
 @pytest.mark.parametrize("length", [1, 4, N, N + 4])
@@ -46,7 +51,7 @@ def test_entry_by_entry(form, symmetric, policy, length):
     wanted = [[entry(values, form, symmetric, policy, i, j) for j in range(length)] for i in range(length)]
     assert table.shape == (2, 3, length, length)
     assert torch.equal(table[1, 2], torch.tensor(wanted, dtype=torch.float64))
-    index = parameter_index(form, length, N, symmetric, BLOCK)
+    index = parameter_index(form, length, N, symmetric, BLOCK, size=values.shape[-1])
     assert torch.equal(expand(values, form, length, N, BLOCK, index=index, **options), table)
 
 
@@ -57,7 +62,7 @@ def test_gradients(form, symmetric):
     table = expand(values, form, N, N, BLOCK, symmetric=symmetric, off=0.0, on=1.0)
     (table * weights).sum().backward()
     wanted = torch.zeros_like(values)
-    index = parameter_index(form, N, N, symmetric, BLOCK)
+    index = parameter_index(form, N, N, symmetric, BLOCK, size=values.shape[-1])
     for parameter in range(values.shape[-1]):
         wanted[..., parameter] = (weights * (index == parameter)).sum((-1, -2))
     torch.testing.assert_close(values.grad, wanted)

@@ -16,7 +16,7 @@ from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
 from sparsebert.analysis.plans import make_plan
 from sparsebert.attention.kernels.cpu import signed_offsets, unavailable
 from sparsebert.masks.compiled_forms import base_table
-from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index
+from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index, signed_parameters
 from sparsebert.masks.tiles import mask_tile_shares, tile_shares
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.sparse_attention import SparseAttention
@@ -35,13 +35,14 @@ def operator():
 def toeplitz(form, length, density=0.3, **fields):
     block_size = fields.pop("block_size", 5) if form == "blocks" else None
     size = -(-length // block_size) if block_size else length - 2 * (length > 8)
+    size = size if fields.get("symmetric", True) else 2 * size - 1
     return SparseMask(torch.rand(2, HEADS, size) < density, length, form, block_size, **fields)
 
 
 def tabled(mask, length):
     """The same mask at one length, entry by entry."""
-    fields = {"special_tokens": mask.special_tokens, "last_token": mask.last_token, "diagonal": mask.diagonal}
-    return SparseMask(mask.structure(length), length, **fields)
+    names = ("special_tokens", "special_rows", "last_token", "diagonal")
+    return SparseMask(mask.structure(length), length, **{name: getattr(mask, name) for name in names})
 
 
 def paddings(length):
@@ -58,12 +59,14 @@ def results(mask, padding, inputs, grad, **arguments):
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "signed"])
 @pytest.mark.parametrize("policy", ["extend", "dense"])
 @pytest.mark.parametrize("diagonal", DIAGONALS)
 @pytest.mark.parametrize("form", ["offsets", "blocks"])
-def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy):
+def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy, symmetric):
     """To the bit, also which entries dropout removes, at the mask's own length and at others."""
     turns = itertools.cycle(itertools.product(("real", "position"), (0.0, 0.25)))
+    rows = itertools.cycle((True, True, False, False, False))  # not in step with the turns
     for length, special_tokens, causal in itertools.product((1, 13, 37, 50), SPECIAL_TOKENS, (False, True)):
         if causal and special_tokens == "first_last":
             continue
@@ -71,6 +74,7 @@ def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy):
         for padding in paddings(length):
             last_token, dropout = next(turns)
             fields = {"special_tokens": special_tokens, "last_token": last_token, "length_policy": policy}
+            fields |= {"symmetric": symmetric, "special_rows": next(rows) or special_tokens == "none"}
             mask = toeplitz(form, 37, diagonal=diagonal, **fields)
             arguments = {"dropout_p": dropout, "is_causal": causal}
             got = results(mask, padding, inputs, grad, **arguments)
@@ -103,6 +107,7 @@ def test_the_last_queries_alone(operator):
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_signed_offsets(block_size):
     keep = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
+    keep = signed_parameters(keep, True)
     before = keep.clone()
     begin, end, offsets = signed_offsets(keep, block_size, None)
     assert begin.dtype == end.dtype == offsets.dtype == torch.int32
@@ -112,6 +117,9 @@ def test_signed_offsets(block_size):
         assert offsets[begin[head, 0] : end[head, 0]].tolist() == tokens
     assert (len(signed_offsets(keep, 1, True)[2]), len(signed_offsets(keep, 1, False)[2])) == (7, 4)
     assert torch.equal(keep, before)  # it is the mask's own
+    # A query that is 2 ahead of its key finds it 2 before itself.
+    keep = torch.tensor([[False, False, False, False, True]])
+    assert signed_offsets(keep, block_size, None)[2].tolist() == list(range(-2 * block_size, -block_size))
 
 
 def test_longer_masks_are_refused_as_tables_are(operator):
@@ -191,20 +199,27 @@ def test_packed_documents_in_linear_memory(operator):
 SIZES = ((9, 4, 0.3), (24, 5, 0.1), (24, 11, 0.5), (17, 16, 0.0))  # length, block size, density
 
 
+# How special tokens and distances are treated: signed or not, with the rows of special tokens or not.
+KINDS = ((True, True), (True, True), (False, True), (True, False), (False, False))
+
+
 def cases():
     sizes = itertools.cycle(SIZES)
-    for form, policy, diagonal, special, _ in itertools.product(
-        ("offsets", "blocks"), ("extend", "dense"), DIAGONALS, SPECIAL_TOKENS, range(2)
+    for form, policy, diagonal, special, (symmetric, special_rows) in itertools.product(
+        ("offsets", "blocks"), ("extend", "dense"), DIAGONALS, SPECIAL_TOKENS, KINDS
     ):
         length, block_size, density = next(sizes)
         fields = {"length_policy": policy, "diagonal": diagonal, "special_tokens": special}
+        fields |= {"symmetric": symmetric, "special_rows": special_rows or special == "none"}
         yield toeplitz(form, length, density, **fields, **({"block_size": block_size} if form == "blocks" else {}))
 
 
 def tables():
     for diagonal, special, density in itertools.product(DIAGONALS, SPECIAL_TOKENS, (0.0, 0.4, 1.0)):
         keep = torch.rand(2, HEADS, 9, 9) < density
-        yield SparseMask(keep, 9, length_policy="dense", diagonal=diagonal, special_tokens=special)
+        for special_rows in {True, special == "none"}:
+            rules = {"special_tokens": special, "special_rows": special_rows}
+            yield SparseMask(keep, 9, length_policy="dense", diagonal=diagonal, **rules)
 
 
 def test_counts_are_those_of_the_table():
@@ -247,14 +262,17 @@ def test_sparsity_on_inputs():
 @pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
 @pytest.mark.parametrize("name", ["dam_s", "dam_b", "dam_u", "soft"])
 def test_what_a_search_decides_is_counted_without_its_table(tiny_config, name, special_tokens, diagonal):
-    for length in (4, 17, 40):
+    for length, (symmetric, special_rows) in itertools.product((4, 17, 40), KINDS[1:]):
         fields = {"special_tokens": special_tokens, "diagonal": diagonal, "mask_length": length, "block_size": 16}
+        fields |= {"symmetric": symmetric, "special_rows": special_rows or special_tokens == "none"}
         config = tiny_config(search=name, **fields)
         search = SparseAttention(config).search
         assert "fixed" not in vars(search) or search.form == "table"
-        index = parameter_index(search.form, length, length, search.symmetric, search.block_size)
+        size = search.num_parameters
+        index = parameter_index(search.form, length, length, symmetric, search.block_size, size=size)
         assert torch.equal(search.counts, index[search.fixed == -1].bincount(minlength=search.num_parameters).float())
         assert search.num_fixed == (search.fixed == 1).sum()
+        assert search.num_learned == (search.fixed == -1).sum() == search.counts.sum()
         for allowed in (False, True):
             rows = 0 if allowed else int((search.fixed != 1).all(-1).sum())
             assert dataclasses.replace(search, allow_empty_rows=allowed).least_kept == search.num_fixed + rows

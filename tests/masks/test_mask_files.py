@@ -29,6 +29,7 @@ FORMS = ("offsets", "blocks", "table")
 
 def make_mask(form="table", seed=0, **fields):
     shape = {"offsets": (2, 3, 11), "blocks": (2, 3, 3), "table": (2, 3, 11, 11)}[form]
+    shape = shape if fields.get("symmetric", True) else (2, 3, 2 * shape[-1] - 1)
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.5
     return SparseMask(keep, 11, form, 4 if form == "blocks" else None, **fields)
 
@@ -249,6 +250,44 @@ def test_hostile_description(tmp_path, field, value, message):
     with pytest.raises(MaskFileError, match=message) as caught:
         SparseMask.from_pretrained(tmp_path)
     assert time.perf_counter() - began < 1 and len(str(caught.value)) <= 2000
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, None),
+        ({"special_rows": True}, "the sparsity is described as"),
+        ({"symmetric": 0}, "symmetric must be False, got 0"),
+        ({"symmetric": "no"}, "symmetric must be one of True, False, got 'no'"),
+        ({"symmetric": None}, "symmetric must be one of True, False, got None"),
+        ({"symmetric": True}, "keep of form 'offsets' must have shape"),
+        ({"special_rows": []}, "special_rows must be one of True, False"),
+        ({"special_tokens": "none"}, "special_rows False needs special tokens"),
+        ({"form": "table"}, "bytes for shape"),
+        ({"num_parameters": 19}, "bytes for shape"),
+        ({"num_parameters": 2**17}, "num_parameters at most 131071"),
+        ({"format_version": 1}, "metadata: the names must be text, and not those of a mask's own fields"),
+    ],
+    ids=str,
+)
+def test_damaged_description_of_a_signed_mask(tmp_path, changes, message):
+    mask = make_mask("offsets", symmetric=False, special_tokens="first", special_rows=False)
+    mask.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | changes))
+    if message is None:
+        assert SparseMask.from_pretrained(tmp_path) == mask
+        return
+    with pytest.raises(MaskFileError, match=message):
+        SparseMask.from_pretrained(tmp_path)
+
+
+def test_version_2_without_its_fields(tmp_path):
+    mask = make_mask("offsets")
+    mask.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"format_version": 2}))
+    assert SparseMask.from_pretrained(tmp_path) == mask
 
 
 @pytest.mark.parametrize("name", [CONFIG, "search_config.json", "config.json"])

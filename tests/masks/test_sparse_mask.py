@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsebert.masks.expansion import FORMS, LENGTH_POLICIES, toeplitz_index
+from sparsebert.masks.expansion import FORMS, LENGTH_POLICIES, signed_parameters, toeplitz_index
 from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_files import MaskFileError
 from sparsebert.masks.mask_sources import check_subfolder
@@ -24,7 +24,10 @@ def bits(*shape, seed=0):
 
 
 def make_mask(form, num_layers=1, length=11, **fields):
-    shape = {"offsets": (num_layers, 3, length), "blocks": (num_layers, 3, -(-length // 4))}
+    sizes = {"offsets": length, "blocks": -(-length // 4)}
+    if not fields.get("symmetric", True):
+        sizes = {name: 2 * size - 1 for name, size in sizes.items()}
+    shape = {name: (num_layers, 3, size) for name, size in sizes.items()}
     shape = shape.get(form, (num_layers, 3, length, length))
     return SparseMask(bits(*shape), length, form, block_size=4 if form == "blocks" else None, **fields)
 
@@ -35,17 +38,19 @@ def entry(mask, layer, head, i, j):
     if mask.form == "table":
         return keep[i, j]
     block_size = mask.block_size or 1
-    parameter = abs(i // block_size - j // block_size)
-    return keep[parameter] if parameter < len(keep) else torch.tensor(False)
+    distance = i // block_size - j // block_size
+    parameter = abs(distance) if mask.symmetric else distance + len(keep) // 2
+    return keep[parameter] if 0 <= parameter < len(keep) else torch.tensor(False)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("diagonal", [None, False, True])
 @pytest.mark.parametrize(
     "form, policy", [each for each in itertools.product(FORMS, LENGTH_POLICIES) if each != ("table", "extend")]
 )
-def test_entries_by_their_definition(form, policy, diagonal):
+def test_entries_by_their_definition(form, policy, diagonal, symmetric):
     """Structure, then special tokens, then the diagonal, at the mask's own length and others."""
-    mask = make_mask(form, 2, length_policy=policy, diagonal=diagonal)
+    mask = make_mask(form, 2, length_policy=policy, diagonal=diagonal, symmetric=symmetric or form == "table")
     assert (mask.num_layers, mask.num_heads, make_mask(form).num_layers) == (2, 3, 1)
     for length in (1, 2, 5, 11, 14):
         if length > 11 and policy == "error":
@@ -58,10 +63,14 @@ def test_entries_by_their_definition(form, policy, diagonal):
                 expected[layer, head, i, j] = entry(mask, layer, head, i, j)
         assert torch.equal(mask.structure(length), expected)
         for special_tokens, special in (("none", []), ("first", [0]), ("first_last", [0, length - 1])):
-            expected[..., special, :] = expected[..., :, special] = True
-            if diagonal is not None:
-                expected.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
-            assert torch.equal(mask.replace(special_tokens=special_tokens).to_table(length), expected)
+            for rows in {True, not special}:
+                table = expected.clone()
+                table[..., :, special] = True
+                table[..., special if rows else [], :] = True
+                if diagonal is not None:
+                    table.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
+                changed = mask.replace(special_tokens=special_tokens, special_rows=rows)
+                assert torch.equal(changed.to_table(length), table)
 
 
 def test_defaults_of_forms():
@@ -102,6 +111,10 @@ def test_empty_rows():
 
 def test_equality():
     mask, offsets = make_mask("table"), make_mask("offsets")
+    first = mask.replace(special_tokens="first")
+    assert first != first.replace(special_rows=False)
+    signed = offsets.replace(keep=signed_parameters(offsets.keep, True), symmetric=False)
+    assert torch.equal(signed.to_table(), offsets.to_table()) and signed != offsets
     assert mask == make_mask("table") and mask == mask.replace(metadata={"run": "another"})
     for name, value in (
         ("keep", ~mask.keep),
@@ -142,6 +155,13 @@ def test_a_mask_shares_its_metadata_with_no_one():
         ({"keep": bits(1, 0, 4, 4)}, "must have shape"),
         ({"keep": bits(1, 2, 5), "form": "offsets"}, "must have shape"),
         ({"keep": bits(1, 2, 3), "form": "blocks", "block_size": 2}, "must have shape"),
+        ({"symmetric": False}, "symmetric False needs a Toeplitz form"),
+        ({"symmetric": "no"}, "symmetric must be one of True, False"),
+        ({"symmetric": False, "keep": bits(1, 2, 6), "form": "offsets"}, r"not symmetric must have shape \(L, H, 5\)"),
+        ({"symmetric": False, "keep": bits(1, 2, 9), "form": "offsets"}, "must have shape"),
+        ({"symmetric": False, "keep": bits(1, 2, 2), "form": "blocks", "block_size": 2}, r"shape \(L, H, 3\)"),
+        ({"special_rows": None}, "special_rows must be one of True, False"),
+        ({"special_rows": False}, "special_rows False needs special tokens, got special_tokens 'none'"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -150,11 +170,14 @@ def test_bad_arguments(arguments, message):
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
-def test_round_trip(tmp_path, form, num_layers):
+@pytest.mark.parametrize("form, symmetric", [*[(form, True) for form in FORMS], ("offsets", False), ("blocks", False)])
+@pytest.mark.parametrize("special_rows", [True, False])
+def test_round_trip(tmp_path, form, num_layers, symmetric, special_rows):
     mask = make_mask(
         form,
         num_layers,
+        symmetric=symmetric,
+        special_rows=special_rows,
         special_tokens="first_last",
         last_token="position",
         diagonal=False,
@@ -167,7 +190,17 @@ def test_round_trip(tmp_path, form, num_layers):
     assert again.metadata == mask.metadata
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["README.md", WEIGHTS, CONFIG]
     assert SparseMask.from_pretrained(tmp_path, subfolder="new/folder") == mask
-    assert json.loads((tmp_path / "new" / "folder" / CONFIG).read_text())["sparsity"] == round(mask.sparsity, 6)
+    described = json.loads((tmp_path / "new" / "folder" / CONFIG).read_text())
+    assert described["sparsity"] == round(mask.sparsity, 6)
+    # What an older version would read and not apply, it refuses; all else it reads.
+    optional = {"symmetric": symmetric, "special_rows": special_rows}
+    assert {name: described[name] for name in optional if name in described} == {
+        name: value for name, value in optional.items() if not value
+    }
+    assert described["format_version"] == (1 if symmetric and special_rows else 2)
+    again.save_pretrained(tmp_path / "again")
+    for name in (CONFIG, WEIGHTS):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "new" / "folder" / name).read_bytes()
 
 
 @pytest.fixture

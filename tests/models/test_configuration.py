@@ -123,8 +123,8 @@ FULL = {
     "a search": {
         "search": "dam_b", "block_size": 16, "mask_form": "log", "mask_constant": 50.0, "mask_logit_scale": 3.0,
         "temperature": 0.5, "hard": False, "symmetric": False, "share_layers": False, "diagonal": "remove",
-        "special_tokens": "first", "last_token": "position", "sparsity_weight": 1e-3, "target_sparsity": 0.75,
-        "mask_length": 32, "length_policy": "dense",
+        "special_tokens": "first", "special_rows": False, "last_token": "position", "sparsity_weight": 1e-3,
+        "target_sparsity": 0.75, "mask_length": 32, "length_policy": "dense",
     },
     "a pattern": {
         "pattern": "strided_cycle", "pattern_kwargs": {"stride": 3}, "head_configuration": "multihead",

@@ -26,7 +26,7 @@ OTHERS = {
     "search": "dam_s", "block_size": 16, "mask_form": "log", "mask_constant": 3.0, "mask_logit_scale": 2.0,
     "temperature": 0.5, "temperature_end": 0.25, "noise_scale": 0.5, "share_noise": True, "hard": False,
     "symmetric": False, "share_layers": True, "diagonal": "keep", "special_tokens": "first",
-    "last_token": "position", "rest": "mean",
+    "special_rows": False, "last_token": "position", "rest": "mean",
     "sparsity_weight": 1e-3, "target_sparsity": 0.4, "sparsity_scope": "global",
     "initial_decay": 2.0, "initial_sparsity": 0.1, "sparsity_warmup": 0.1, "sparsity_ramp": 0.5, "mask_length": 40,
     "length_policy": "dense", "probability_map": "sparsemax", "mask_seed": 1, "allow_empty_rows": False,

@@ -30,6 +30,9 @@ MASKS = {
     "last position": {"special_tokens": "first_last", "last_token": "position", "diagonal": True},
     "longer table": {"special_tokens": "first", "length_policy": "dense"},
     "empty rows": {"density": 0.05},
+    "signed offsets": {"form": "offsets", "symmetric": False, "special_tokens": "first", "special_rows": False},
+    "signed blocks": {"form": "blocks", "symmetric": False, "special_tokens": "first_last"},
+    "columns": {"special_tokens": "first_last", "special_rows": False, "diagonal": True},
 }
 MODEL_HEADS = (
     "ForPreTraining",
@@ -45,6 +48,7 @@ MODEL_HEADS = (
 
 def random_mask(form="table", density=0.4, layers=LAYERS, **fields):
     shape, block_size = {"offsets": ((9,), None), "blocks": ((3,), 10), "table": ((24, 24), None)}[form]
+    shape = shape if fields.get("symmetric", True) else (2 * shape[0] - 1,)
     draws = torch.rand(layers, HEADS, *shape, generator=torch.Generator().manual_seed(0))
     return SparseMask(draws < density, MASK_LENGTH, form, block_size, **fields)
 

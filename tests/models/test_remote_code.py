@@ -46,6 +46,10 @@ FORMS["offsets_position"] = FORMS["offsets"] | {"last_token": "position"}
 FORMS["offsets_diagonal"] = FORMS["offsets"] | {"diagonal": False}
 FORMS["offsets_rest"] = FORMS["offsets"] | {"rest": "mean", "rest_bias": torch.randn(2, 4, generator=DRAW)}
 FORMS["table_rest"] = FORMS["empty_rows"] | {"rest": "mean"}
+FORMS["offsets_signed"] = FORMS["offsets"] | {"keep": torch.rand(4, 17, generator=DRAW) < 0.4, "symmetric": False}
+FORMS["offsets_columns"] = FORMS["offsets_signed"] | {"special_rows": False, "rest": "mean"}
+FORMS["blocks_signed"] = FORMS["blocks"] | {"keep": torch.rand(4, 7, generator=DRAW) < 0.4, "symmetric": False}
+FORMS["table_columns"] = FORMS["table"] | {"special_tokens": "first", "special_rows": False}
 for name, mask_fields in FORMS.items():
     FORMS[name] = {"form": "offsets" if "offsets" in name else "table"} | mask_fields
 

@@ -32,6 +32,7 @@ TARGET = {"target_sparsity": 0.6, "initial_sparsity": 0.0}
 KINDS = {
     "penalty": {},
     "target": TARGET,
+    "signed": TARGET | {"symmetric": False},
     "exact": TARGET | {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global", "share_layers": False},
 }
 ONE_LAYER = TINY | {"num_hidden_layers": 1, "vocab_size": 10, "intermediate_size": 8}
@@ -57,6 +58,8 @@ def searching_model(attached, search, **fields):
 @pytest.mark.parametrize("search", SEARCHES)
 def test_search_is_loaded_as_it_was_saved(tmp_path, search, kind, attached):
     fields = KINDS[kind] if SEARCHES[search].stochastic else KINDS[kind] | {"hard": False}
+    if kind == "signed" and SEARCHES[search].toeplitz:
+        fields = fields | {"special_rows": False}
     for form in MASK_FORMS:
         model = searching_model(attached, search, mask_form=form, **fields)
         with torch.no_grad():
@@ -78,6 +81,28 @@ def test_search_is_loaded_as_it_was_saved(tmp_path, search, kind, attached):
         run = read_run(folders[0])
         assert run.mask == before.thresholded_mask() and torch.equal(run.probs, before.mask_probs())
         assert loaded.freeze() == copy.deepcopy(model).freeze()
+        frozen = [tmp_path / f"{form}_frozen{index}" for index in range(2)]
+        loaded.save_pretrained(frozen[0])
+        load(frozen[0]).save_pretrained(frozen[1])
+        assert hashes(frozen[0]) == hashes(frozen[1])
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+@pytest.mark.parametrize("search", ["dam_s", "dam_b", "dam_u"])
+def test_what_symmetric_meant_before_distances_had_a_sign(tmp_path, search, attached):
+    """It said nothing about distances in files that do not know of `special_rows`, and logits are as many as then."""
+    signed = searching_model(attached, search, symmetric=False)
+    signed.save_pretrained(tmp_path / "new")
+    assert load(tmp_path / "new").sparse_attention.search.symmetric is False
+    old = signed if search == "dam_u" else searching_model(attached, search)
+    old.save_pretrained(tmp_path / "old")
+    path = tmp_path / "old" / ("search_config.json" if attached else "config.json")
+    fields = json.loads(path.read_text())
+    fields.pop("special_rows", None)
+    path.write_text(json.dumps(fields | {"symmetric": False}))
+    loaded = load(tmp_path / "old").sparse_attention
+    assert loaded.search.symmetric is (search != "dam_u")
+    assert torch.equal(loaded.mask_logits, old.sparse_attention.mask_logits)
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])

@@ -35,7 +35,7 @@ from sparsebert.training.searching.matching import (
 )
 from sparsebert.training.searching.matching_trainer import MatchingTrainer
 from sparsebert.training.searching.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
-from sparsebert.training.searching.search_arguments import FIELDS, PostHocArguments, given_mask
+from sparsebert.training.searching.search_arguments import FIELDS, PostHocArguments, default_fields, given_mask
 from sparsebert.training.searching.search_inputs import read_inputs, read_text
 from sparsebert.training.searching.search_run import agreement_table, search_post_hoc
 
@@ -49,7 +49,8 @@ DATA_FIELDS = {field.name for field in dataclasses.fields(PostHocArguments)}
 
 
 def searching(name, model=None, **fields):
-    fields = FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
+    defaults = default_fields(fields.get("search", FIELDS["search"]))
+    fields = defaults | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
     return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
 
 
@@ -89,14 +90,18 @@ def mean_attention(stock, batch, over):
         return torch.stack(stock(batch, output_attentions=True).attentions).mean(over)
 
 
-@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
+@pytest.mark.parametrize("search", ["dam_s", "signed dam_s", "dam_u", "soft"])
 def test_start_is_the_mean_attention(search):
-    model = searching("bert", search=search, special_tokens="none", hard=search != "soft", mask_logit_scale=10.0)
+    fields = {"search": search.split()[-1], "symmetric": search == "dam_s"}
+    model = searching("bert", **fields, special_tokens="none", hard=search != "soft", mask_logit_scale=10.0)
     start_from_attention(model, carrier(model), [ROWS[:8], {"input_ids": ROWS[8:16]}])
     attention = mean_attention(base_model("bert"), ROWS[:16], 1)  # (L, H, n, n)
     if search == "dam_s":
         sides = [[attention.diagonal(sign * k, -2, -1).mean(-1) for k in range(LENGTH)] for sign in (1, -1)]
         expected = sum(torch.stack(side, -1) for side in sides) / 2
+    elif search == "signed dam_s":  # of i - j, the offset of a diagonal is j - i
+        expected = [attention.diagonal(-distance, -2, -1).mean(-1) for distance in range(1 - LENGTH, LENGTH)]
+        expected = torch.stack(expected, -1)
     else:
         expected = attention.flatten(-2)
     expected = expected.log()
@@ -121,6 +126,18 @@ def test_start_from_short_inputs():
     expected = (totals / counts)[:, seen].log()
     torch.testing.assert_close(alpha[:, seen].diff(), expected.diff(), atol=1e-3, rtol=1e-3)
     assert (alpha[:, 7:] < alpha[:, seen].amin(1, keepdim=True)).all()  # distances that no input has
+
+
+def test_start_of_special_tokens_that_have_no_rows():
+    """What they attend to counts like that of other tokens, and their columns do not count."""
+    fields = {"special_tokens": "first_last", "special_rows": False, "symmetric": False}
+    model = searching("bert", **fields, share_layers=True)
+    start_from_attention(model, carrier(model), [ROWS[:8]])
+    learned = mean_attention(base_model("bert"), ROWS[:8], (0, 1))[..., 1:-1]  # (H, n, n - 2), key 1 first
+    expected = [learned.diagonal(-distance - 1, -2, -1) for distance in range(2 - LENGTH, LENGTH - 1)]
+    expected = torch.stack([line.mean(-1) for line in expected], -1).log()
+    alpha = model.sparse_attention.learned.alpha().detach()[0]
+    torch.testing.assert_close(alpha, expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
 
 
 def test_with_one_budget_all_heads_start_alike():

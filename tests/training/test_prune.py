@@ -45,6 +45,8 @@ SEARCHES = {
     "not symmetric": {"search": "dam_u", "symmetric": False},
     "soft per layer": {"search": "soft", "share_layers": False, "diagonal": "keep"},
     "dam_b": {"search": "dam_b", "block_size": 16, "mask_length": 40},
+    "signed": {"symmetric": False, "special_rows": False},
+    "signed tiles": {"search": "dam_b", "symmetric": False, "block_size": 16, "mask_length": 40},
     "vertical_slash": {"search": "vertical_slash"},
 }
 
@@ -53,7 +55,8 @@ SEARCHES = {
 @pytest.mark.parametrize("fields", SEARCHES.values(), ids=list(SEARCHES))
 def test_the_lowest_p_goes(fields, frozen, tmp_path):
     run = read_run(search(tmp_path / "run", frozen, **fields))
-    learned = fixed_entries(run.mask.length, run.mask.special_tokens, run.mask.diagonal) == -1
+    rules = (run.mask.special_tokens, run.mask.diagonal, run.mask.special_rows)
+    learned = fixed_entries(run.mask.length, *rules) == -1
     for sparsity in (0.3, 0.6):
         mask = prune_by_probs(run, sparsity)
         table = mask.to_table()

@@ -205,17 +205,21 @@ def _draw_layers(axis, groups, names):
 
 
 def plot_offset_profile(
-    probs: torch.Tensor, path: str | os.PathLike, special_tokens: str = "first_last", quantity: str = KEPT
+    probs: torch.Tensor,
+    path: str | os.PathLike,
+    special_tokens: str = "first_last",
+    quantity: str = KEPT,
+    signed: bool = False,
 ) -> None:
     """
-    Plot P against the offset `abs(i - j)`: mean over heads with 95 % intervals, also for each layer if the layers
-    differ.
+    Plot P against the offset `abs(i - j)`, or if `signed` `i - j`: mean over heads with 95 % intervals, also for each
+    layer if the layers differ.
     """
     probs = as_runs(probs)
-    offsets, _ = offset_profile(probs[:1, :1, :1], special_tokens)
+    offsets, _ = offset_profile(probs[:1, :1, :1], special_tokens, signed)
     figure, axes, parts = _panels(probs, 6.6, 4.2)
     for axis, part in zip(axes, parts, strict=True):
-        _, profile = offset_profile(part, special_tokens)  # (S, L, H, K)
+        _, profile = offset_profile(part, special_tokens, signed)  # (S, L, H, K)
         numbers = estimate(profile.reshape(len(profile), -1, len(offsets)))
         if "over_heads" in numbers:
             low, high = numbers["over_heads"]
@@ -230,7 +234,8 @@ def plot_offset_profile(
         axis.plot(offsets, numbers["mean"], color=BLUE, lw=1.5, marker=marker, ms=2.5, label="mean over heads")
         # Logarithmic, because what matters is near the diagonal; linear up to 1, to show offset 0.
         if offsets[-1] > 16:
-            ticks = [0] + [2**k for k in range(int(offsets[-1]).bit_length())]
+            ticks = [0] + [2**k for k in range(int(offsets[-1]).bit_length())][:: 2 if signed else 1]
+            ticks = [-tick for tick in reversed(ticks[1:])] * signed + ticks
             axis.set_xscale("symlog", base=2, linthresh=1)
             axis.set_xticks(ticks, labels=map(str, ticks), fontsize=10 if len(parts) == 1 else 7)
             axis.set_xticks([], minor=True)
@@ -242,6 +247,7 @@ def plot_offset_profile(
         title += f"; mean at each offset of {quantity}"
         y = "mean"
     figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
-    _label_panels(axes, "offset |i - j| between query and key\n(0 is the diagonal)", y)
+    offset, note = ("i - j", "negative: the key comes later") if signed else ("|i - j|", "0 is the diagonal")
+    _label_panels(axes, f"offset {offset} between query and key\n({note})", y)
     _legend(figure, axes[0])
     save_figure(figure, path)

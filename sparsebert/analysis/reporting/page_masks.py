@@ -33,7 +33,8 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
     `"heads"` says for each layer and head which of the U different heads it is; other lists hold one value per
     different head. `"kind"` tells what `"picture"` holds, in base64 and zlib:
 
-    - `"toeplitz"`: `keep` of a Toeplitz form, one bit per parameter.
+    - `"toeplitz"`: `keep` of a Toeplitz form, one bit per parameter. If it is not `"symmetric"`, that of distance 0
+      is at `"middle"`.
     - `"entries"`: `keep` of a table, one bit per entry.
     - `"cells"`: the whole mask with `"step"` tokens per cell, a byte of the share kept, 255 for all.
 
@@ -68,7 +69,10 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
         "drawn": drawn,
         "form": mask.form,
         "block_size": mask.block_size,
+        "symmetric": mask.symmetric,
+        "middle": mask.keep.shape[-1] // 2,
         "special_tokens": mask.special_tokens,
+        "special_rows": mask.special_rows,
         "diagonal": mask.diagonal,
         "heads": layers,
         "kind": kind,

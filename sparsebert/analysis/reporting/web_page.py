@@ -122,6 +122,8 @@ def mask_table(masks: Sequence[PageMask]) -> Table:
 def _mask_row(entry):
     mask = entry.mask
     form = mask.form if mask.block_size is None else f"{mask.form} of {mask.block_size}"
+    form = form if mask.symmetric else f"{form}, signed"
+    columns = "" if mask.special_rows else ", their columns"
     layers = "all layers alike" if mask.num_layers == 1 else f"{mask.num_layers} layers"
     return {
         "mask": entry.name,
@@ -129,7 +131,7 @@ def _mask_row(entry):
         "tokens": str(mask.length),
         "layers and heads": f"{layers}, {mask.num_heads} heads",
         "removed": f"{100 * mask.sparsity:.1f} %",
-        "special tokens": mask.special_tokens.replace("_", " and "),
+        "special tokens": mask.special_tokens.replace("_", " and ") + columns,
         "diagonal": {None: "", True: "always kept", False: "removed"}[mask.diagonal],
         "universal approximation": entry.verdict,
         "read from": entry.saved.source,

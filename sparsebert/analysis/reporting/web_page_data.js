@@ -54,13 +54,14 @@ class Mask {
     const block = this.block_size ?? 1;
     for (let row = 0, place = 0; row < size; row++) {
       for (let column = 0; column < size; column++, place++) {
-        const parameter = Math.abs(Math.floor(row / block) - Math.floor(column / block));
+        const distance = Math.floor(row / block) - Math.floor(column / block);
+        const parameter = this.symmetric ? Math.abs(distance) : distance + this.middle;
         if (bit(this.kind === "entries" ? place : parameter)) cells[place] = 255;
       }
     }
     for (let token = 0; withSpecial && token < size; token++) {
       if (!this.isSpecial(token)) continue;
-      cells.fill(255, token * size, (token + 1) * size);
+      if (this.special_rows) cells.fill(255, token * size, (token + 1) * size);
       for (let row = 0; row < size; row++) cells[row * size + token] = 255;
     }
     for (let token = 0; this.diagonal !== null && token < size; token++) {
@@ -96,7 +97,8 @@ class Mask {
     if (this.step === 1) {
       let keys = 0;
       for (let key = 0; key < this.size; key++) keys += cells[row * this.size + key] > 0;
-      const special = this.isSpecial(row) || this.isSpecial(column) ? " (special token)" : "";
+      const isSpecial = (this.special_rows && this.isSpecial(row)) || this.isSpecial(column);
+      const special = isSpecial ? " (special token)" : "";
       const offset = Math.abs(row - column);
       return (
         `Query ${row}, key ${column}, offset ${offset}: ${kept ? "kept" : "removed"}${special}. ` +

@@ -45,17 +45,22 @@ def last_real(padding: torch.Tensor) -> torch.Tensor:
 
 
 def token_entries(
-    tokens: Sequence[torch.Tensor], queries: slice, num_keys: int, with_diagonal: bool, causal: bool
+    tokens: Sequence[torch.Tensor],
+    queries: slice,
+    num_keys: int,
+    with_diagonal: bool,
+    causal: bool,
+    special_rows: bool = True,
 ) -> torch.Tensor:
     """
     The rows and columns of some tokens of each sequence, bool `(B, n, m)`, where `tokens` are positions `(B,)` and
     `queries` those of the n queries. `with_diagonal` includes the entries where a token's row and column meet;
-    `causal` leaves out keys j > query i.
+    `causal` leaves out keys j > query i. Without `special_rows` the columns alone.
     """
     position = torch.arange(num_keys, device=tokens[0].device)
     chosen = functools.reduce(torch.logical_or, [position == token[:, None] for token in tokens])  # (B, m)
     row = position[queries, None]
-    entries = chosen[:, queries, None] | chosen[:, None, :]
+    entries = chosen[:, queries, None] & special_rows | chosen[:, None, :]
     if causal:
         return entries & (row >= position if with_diagonal else row > position)
     return entries if with_diagonal else entries & (row != position)

@@ -5,7 +5,7 @@ causality.
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,14 @@ from ...masks.exported import exported_structure, exporting
 from ...masks.sparse_mask import SparseMask
 from ..mask_inputs import MaskInputs
 from .bias_entries import REMOVED, additive, first_real, kept_entries, last_real, set_entries
+
+
+class SpecialRules(Protocol):
+    """What a mask and its search alike say about special tokens, see [`SparseMask`]."""
+
+    special_tokens: str
+    last_token: str
+    special_rows: bool
 
 
 def _additive_form(table):
@@ -33,7 +41,7 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         keep = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
         if inputs.causal:
             keep = keep & causal_entries(inputs)
-        return bias_and_live(keep, inputs, mask.special_tokens, mask.last_token, mask.diagonal)
+        return bias_and_live(keep, inputs, mask, mask.diagonal)
     if inputs.padding is None:
         # It is the same for every batch, so it is cached.
         length = inputs.compiled_length(mask)
@@ -47,17 +55,17 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         }
     tables = compiled(mask, _table_form, inputs.compiled_length(mask), inputs.causal, inputs.device)
     keep = torch.stack([table[:, first_row : inputs.num_keys, : inputs.num_keys] for (table,) in tables])[:, None]
-    return bias_and_live(keep, inputs, mask.special_tokens, mask.last_token, mask.diagonal)
+    return bias_and_live(keep, inputs, mask, mask.diagonal)
 
 
 def bias_and_live(
-    keep: torch.Tensor, inputs: MaskInputs, special_tokens: str, last_token: str, diagonal: bool | None
+    keep: torch.Tensor, inputs: MaskInputs, rules: SpecialRules, diagonal: bool | None
 ) -> dict[str, Any]:
     """
     A bool mask `(L, 1, H, n, m)`, causality included, as the fields `bias` and `live` of [`MaskInputs`], with what
     depends on the sequence: special tokens, padding and a sliding window.
     """
-    special = special_rows(inputs, special_tokens, last_token)
+    special = special_of_batch(inputs, rules)
     if inputs.causal:
         special = special & causal_entries(inputs)
     keep = kept_entries(keep, special, diagonal)  # (L, B, H, n, m)
@@ -69,10 +77,15 @@ def bias_and_live(
     return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
 
 
-def special_rows(inputs: MaskInputs, special_tokens: str, last_token: str) -> torch.Tensor:
-    """The rows and columns of the special tokens, for the queries of this forward: bool `(B or 1, 1, n, m)`."""
-    first, last = real_tokens(inputs, special_tokens, last_token)
-    special = special_entries(inputs.num_keys, special_tokens, first, last, inputs.device)
+def special_of_batch(inputs: MaskInputs, rules: SpecialRules) -> torch.Tensor:
+    """
+    The rows and columns of the special tokens, for the queries of this forward: bool `(B or 1, 1, n, m)`. The rules
+    are a mask or its search.
+    """
+    first, last = real_tokens(inputs, rules.special_tokens, rules.last_token)
+    special = special_entries(
+        inputs.num_keys, rules.special_tokens, first, last, inputs.device, rows=rules.special_rows
+    )
     special = special.view(-1, 1, inputs.num_keys, inputs.num_keys)
     if inputs.padding is not None:
         # For all masks alike, so that gradients are summed over the sequences in one order.
@@ -101,13 +114,18 @@ def with_cuts(bias: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
 
 
 def fix_entries(
-    bias: torch.Tensor, inputs: MaskInputs, special_tokens: str, diagonal: bool | None, off: float
+    bias: torch.Tensor,
+    inputs: MaskInputs,
+    special_tokens: str,
+    diagonal: bool | None,
+    off: float,
+    special_rows: bool = True,
 ) -> torch.Tensor:
     """
     A learned bias `(..., n, m)` with the entries that are not learned set: special tokens at a fixed position, a fixed
     diagonal (`off` is the bias of a removed one), causality. Their values are ignored and get no gradient.
     """
-    special = special_entries(inputs.num_keys, special_tokens, device=inputs.device)
+    special = special_entries(inputs.num_keys, special_tokens, device=inputs.device, rows=special_rows)
     special = special[inputs.num_keys - inputs.num_queries :]
     learned = set_entries(torch.ones(special.shape, device=inputs.device), special, diagonal, on=0.0, off=0.0)
     fixed = set_entries(torch.zeros(special.shape, device=inputs.device), special, diagonal, on=0.0, off=off)

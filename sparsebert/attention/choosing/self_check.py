@@ -43,7 +43,7 @@ UNITS = {torch.float32: 16}
 def masks(length: int) -> Iterable[tuple[SparseMask, bool]]:
     """
     Masks whose heads differ, and whether future keys are removed too: full, partial and empty tiles with special
-    tokens; rows that keep nothing; a decoder.
+    tokens; rows that keep nothing; a decoder; the columns of special tokens alone.
     """
     generator = torch.Generator().manual_seed(length)
     table = torch.rand(HEADS, length, length, generator=generator) < torch.tensor([0.1, 0.6])[:, None, None]
@@ -55,6 +55,7 @@ def masks(length: int) -> Iterable[tuple[SparseMask, bool]]:
     table[:, ::3] = False
     yield SparseMask(table, length), False
     yield SparseMask(tiles, length, special_tokens="first"), True
+    yield SparseMask(tiles, length, special_tokens="first_last", special_rows=False), False
 
 
 def padding_for(length: int) -> torch.Tensor:

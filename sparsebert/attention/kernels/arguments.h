@@ -35,7 +35,8 @@ struct Arguments {
   const float* rest;      // (B, H, 2 d + 1), null if there is none, see `Problem`
   float* grad_rest;       // of the backward
   ParallelFor parallel_for;
-  int64_t mask_rows, B, H, n, m, d, tokens, dtype, threads, seed, first, self, causal, block, known, keep_self, window;
+  int64_t mask_rows, B, H, n, m, d, tokens, dtype, threads, seed, first, special_rows, self, causal, block, known,
+      keep_self, window;
   double dropout, scale;
 };
 

@@ -28,7 +28,7 @@ library = torch.library.Library("sparsebert", "FRAGMENT")
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? padding, Tensor? first, Tensor? last, "
     "Tensor? special, Tensor seed, bool learned_diagonal, bool causal, float dropout, float scale, int block, "
-    "int tile, float? diagonal"
+    "int tile, float? diagonal, bool symmetric, bool special_rows"
 )
 _NUM_TENSORS = 9
 library.define(f"bias_attention({_INPUTS}) -> Tensor")
@@ -48,7 +48,7 @@ def _kept(dropout):
     return 1 - dropped / 2**RANDOM_BITS, dropped - 2 ** (RANDOM_BITS - 1)
 
 
-def _parts(padding, tokens, queries, num_keys, learned_diagonal, causal, bias):
+def _parts(padding, tokens, queries, num_keys, learned_diagonal, causal, special_rows, bias):
     """
     What differs between sequences, or is due to special tokens: a factor `(b, r or 1, m)` of the bias, 0 where the
     bias does not count, and the term that removes padded keys, `(b, 1, m)` or a single 0.
@@ -58,7 +58,7 @@ def _parts(padding, tokens, queries, num_keys, learned_diagonal, causal, bias):
         learned = padding[:, None]
         removed = (~learned).to(bias.dtype) * REMOVED
     if tokens:
-        free = ~token_entries(tokens, queries, num_keys, learned_diagonal, causal)
+        free = ~token_entries(tokens, queries, num_keys, learned_diagonal, causal, special_rows)
         learned = free if learned is None else learned & free
     return None if learned is None else learned.to(bias.dtype), removed
 
@@ -76,7 +76,7 @@ def _blocks(query, key, table, *rest):
     block, its place in `table`, its probabilities `(b, r, m)`, what dropout keeps of them (0 or 1; `None` without
     dropout), a buffer of that shape, and the factor of the bias (`None` for 1).
     """
-    padding, first, last, special, seed, learned_diagonal, causal, dropout, scale, block, tile, _ = rest
+    padding, first, last, special, seed, learned_diagonal, causal, dropout, scale, block, tile, *_, rows_too = rest
     batch, num_heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
     num_rows = _num_rows(num_queries, block, tile)
@@ -102,7 +102,7 @@ def _blocks(query, key, table, *rest):
             keep = more[0] if more else None
             shift = num_keys - num_queries
             own = slice(shift + begin, shift + queries.stop)
-            learned, removed = _parts(real, tokens, own, num_keys, learned_diagonal, causal, table)
+            learned, removed = _parts(real, tokens, own, num_keys, learned_diagonal, causal, rows_too, table)
             place = offset_place(begin, queries.stop, num_keys, num_rows, tile) if tile else (queries, slice(None))
             for head in range(num_heads):
                 at, here = (rows, head, queries), (head, *place)
@@ -131,17 +131,17 @@ def _add_product(total, first, second, alpha, more):
         torch.mul(torch.bmm(first, second), alpha, out=total)
 
 
-def _table(query, bias, causal, block, tile, diagonal):
+def _table(query, bias, causal, block, tile, diagonal, symmetric):
     """What the blocks read of the bias, and how many queries a block has."""
     num_rows = _num_rows(query.shape[2], block, tile)
-    return offset_table(bias, num_rows, tile, diagonal, causal) if tile else bias, num_rows
+    return offset_table(bias, num_rows, tile, diagonal, causal, symmetric) if tile else bias, num_rows
 
 
 def _forward(query, key, value, bias, *rest):
-    *_, causal, dropout, _, block, tile, diagonal = rest
+    *_, causal, dropout, _, block, tile, diagonal, symmetric, _ = rest
     output = _rows(query)
     factor = 1 / _kept(dropout)[0]
-    table, _ = _table(query, bias, causal, block, tile, diagonal)
+    table, _ = _table(query, bias, causal, block, tile, diagonal, symmetric)
     for at, _, weights, keep, _, _ in _blocks(query, key, table, *rest):
         if keep is not None:
             weights.mul_(keep)
@@ -150,8 +150,8 @@ def _forward(query, key, value, bias, *rest):
 
 
 def _backward(grad, learned, query, key, value, bias, *rest):
-    *_, causal, dropout, scale, block, tile, diagonal = rest
-    table, num_rows = _table(query, bias, causal, block, tile, diagonal)
+    *_, causal, dropout, scale, block, tile, diagonal, symmetric, _ = rest
+    table, num_rows = _table(query, bias, causal, block, tile, diagonal, symmetric)
     # Sums over blocks of queries are rounded once.
     dtype = query.dtype if num_rows >= query.shape[2] else table.dtype
     dquery, dkey, dvalue = _rows(query), _rows(key, dtype), _rows(value, dtype)
@@ -177,7 +177,7 @@ def _backward(grad, learned, query, key, value, bias, *rest):
             dscores.mul_(free)
         dbias[place].add_(dscores[0] if len(dscores) == 1 else dscores.sum(0))
     if learned and tile:
-        dbias = offset_sums(dbias, bias.shape[1], tile, diagonal, causal)
+        dbias = offset_sums(dbias, bias.shape[1], tile, diagonal, causal, symmetric)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dbias
 
 
@@ -240,6 +240,7 @@ def bias_attention(
     causal: bool = False,
     dropout: float = 0.0,
     scale: float | None = None,
+    special_rows: bool = True,
 ) -> torch.Tensor:
     """
     Attention under a bias that gets a gradient: `(B, H, n, d)`, in the memory order `(B, n, H, d)`.
@@ -247,8 +248,9 @@ def bias_attention(
     `bias` `(H, n, m)` or an [`OffsetBias`] (n = m) is added to the scores of every sequence, in float32 (float64 for
     float64 inputs), in which the softmax is computed. Keys that are padded `(B, m)` are removed. In the rows and
     columns of the tokens at `first` and `last` `(B,)` the bias does not count; they contain their diagonal entries
-    unless `learned_diagonal` is false, and end at the diagonal if `causal`. An [`OffsetBias`] removes keys j > i if
-    `causal`. `dropout` is rounded to multiples of 2^-16; its seed is drawn from the global generator.
+    unless `learned_diagonal` is false, and end at the diagonal if `causal`; without `special_rows`, it counts in the
+    rows. An [`OffsetBias`] removes keys j > i if `causal`. `dropout` is rounded to multiples of 2^-16; its seed is
+    drawn from the global generator.
     """
     offsets = bias if isinstance(bias, OffsetBias) else None
     assert offsets is None or query.shape[2] == key.shape[2]
@@ -271,4 +273,6 @@ def bias_attention(
         block,
         0 if offsets is None else offsets.tile,
         None if offsets is None else offsets.diagonal,
+        offsets is None or offsets.symmetric,
+        special_rows if offsets is None else offsets.special_rows,
     )

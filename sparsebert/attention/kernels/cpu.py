@@ -35,8 +35,8 @@ MAX_HEAD_SIZE = 256
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
     "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor? rest, "
-    "Tensor seed, bool first, bool self_attention, bool causal, int block, int known, bool keep_self, int window, "
-    "int longest, float dropout, float scale"
+    "Tensor seed, bool first, bool rows, bool self_attention, bool causal, int block, int known, bool keep_self, "
+    "int window, int longest, float dropout, float scale"
 )
 _NUM_TENSORS = 11
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
@@ -48,7 +48,7 @@ library.define(
 
 # `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
 # fields of a `ctypes.Structure` would take as long as a short attention.
-_pack = struct.Struct("=28q9q17q2d").pack
+_pack = struct.Struct("=28q9q18q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
@@ -70,7 +70,7 @@ def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts
     keeps the library within its memory; callers have checked the same with better messages.
     """
     *flags, longest, dropout, scale = options
-    causal, block, window = flags[2], flags[3], flags[6]
+    causal, block, window = flags[3], flags[4], flags[7]
     query, key, value, output = arrays[:4]
     shape, dtype = query.shape, query.dtype
     rows, heads, tokens, head_size = shape
@@ -191,18 +191,19 @@ def signed_offsets(
     keep: torch.Tensor, block_size: int, diagonal: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The live keys of a query under the parameters `(H, K)` of a Toeplitz mask, as offsets from the first token of its
-    block: `begin` and `end` `(H, 1)` and `offsets` `(E,)`, int32. Query i of head h attends to `i - i % B +
-    offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as far as there are such positions. Only blocks of one token
-    can express a fixed diagonal; for others the operator applies it itself.
+    The live keys of a query under the parameters `(H, 2K - 1)` of a Toeplitz mask by their signed distance, see
+    [`signed_parameters`], as offsets from the first token of its block: `begin` and `end` `(H, 1)` and `offsets`
+    `(E,)`, int32. Query i of head h attends to `i - i % B + offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as
+    far as there are such positions. Only blocks of one token can express a fixed diagonal; for others the operator
+    applies it itself.
     """
     if block_size == 1 and diagonal is not None:
         keep = keep.clone()
-        keep[:, 0] = diagonal
-    both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), from -(K - 1) to K - 1
-    counts = both.sum(-1, keepdim=True) * block_size
+        keep[:, keep.shape[-1] // 2] = diagonal
+    counts = keep.sum(-1, keepdim=True) * block_size
     end = counts.cumsum(0)
-    blocks = both.nonzero()[:, 1] - (keep.shape[-1] - 1)
+    # By the block of the key less the query's, in ascending order.
+    blocks = keep.flip(-1).nonzero()[:, 1] - keep.shape[-1] // 2
     offsets = blocks[:, None] * block_size + torch.arange(block_size)
     return (end - counts).int(), end.int(), offsets.flatten().int()
 
@@ -327,6 +328,7 @@ def csr_backend(
         rest,
         seed,
         mask.special_tokens != "none",
+        mask.special_rows,
         mask.diagonal is not False,
         inputs.causal,
         0 if mask.form == "table" else mask.block_size or 1,

@@ -299,7 +299,7 @@ void for_head_size(int64_t d, Function&& function) {
 Problem problem(const Arguments& a, int64_t buffers) {
   Mask mask{a.begin, a.end, a.block ? nullptr : static_cast<const uint16_t*>(a.columns),
             a.block ? static_cast<const int32_t*>(a.columns) : nullptr, a.block, a.known, a.padding, a.last, a.mask_rows,
-            a.m, a.m - a.n, a.first != 0, a.self != 0, a.keep_self != 0, a.causal != 0, a.window};
+            a.m, a.m - a.n, a.first != 0, a.special_rows != 0, a.self != 0, a.keep_self != 0, a.causal != 0, a.window};
   // At least two tasks per thread, split by heads first and then by rows. Fewer than 64 rows are not worth packing the
   // keys.
   const int64_t floats = buffers * a.m * std::max<int64_t>(a.d, 16);

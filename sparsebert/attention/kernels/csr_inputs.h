@@ -148,6 +148,7 @@ struct Mask {
   int64_t num_rows, m, first_row;
   bool first;      // whether the row and column of each sequence's first real token are on; compressed rows of an input
                    // without padding list those of position 0 themselves
+  bool rows;       // whether the rows of these tokens are on at all, or only their columns
   bool self;       // whether these tokens, and those of a Toeplitz form, attend to themselves
   bool keep_self;  // whether all tokens of a Toeplitz form do
   bool causal;     // whether a query attends to no later key
@@ -206,12 +207,14 @@ struct Mask {
         count += listed;
       }
     };
-    if (r == s.first || r == s.last || (block && r >= known)) {
+    const bool special = r == s.first || r == s.last;
+    if ((special && rows) || (block && r >= known)) {
       for (int64_t j = from; j < to; ++j)
         if (self || j != r) add(j);
     } else {
       // No live key is before the first token or after the last one, so the list stays ascending.
-      const bool has_first = s.first >= from, has_last = s.last >= 0 && s.last < to;
+      const bool has_first = s.first >= from && (self || r != s.first);
+      const bool has_last = s.last >= 0 && s.last < to && (self || r != s.last);
       if (has_first) out[count++] = static_cast<int32_t>(s.first);
       // The first token may be listed as well.
       if (has_first) from = s.first + 1;

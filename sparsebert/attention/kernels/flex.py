@@ -97,15 +97,17 @@ def make_block_mask(
     last: torch.Tensor | None,
     diagonal: bool | None,
     causal: bool,
+    special_rows: bool = True,
 ) -> BlockMask:
     """
     The block mask of one layer, `(B or 1, H, m, m)`, made from the cached maps of its tiles.
 
     `base` `(H, m, m)` is the mask with its `diagonal` override and, in a decoder, without future keys, but without
     special tokens: `first` and `last` are their positions, int32 `(B,)`, or `(1,)` if they are the same for all
-    sequences. `live_map` and `full_map` are the results of [`live_tiles`] and [`full_tiles`]; full tiles are not
-    masked entry by entry unless they contain a padded token, which is faster and changes no result. `padding` is bool
-    `(B, m)`; without it the block mask serves a batch of any size.
+    sequences, whose columns are on, and their rows if `special_rows`. `live_map` and `full_map` are the results of
+    [`live_tiles`] and [`full_tiles`]; full tiles are not masked entry by entry unless they contain a padded token,
+    which is faster and changes no result. `padding` is bool `(B, m)`; without it the block mask serves a batch of any
+    size.
     """
     length, num_tiles = base.shape[-1], live_map.shape[-1]
     tile = torch.arange(num_tiles, device=base.device)
@@ -113,7 +115,9 @@ def make_block_mask(
     for token in (first, last):
         if token is not None:
             special = special | (tile == token[:, None] // block)
-    live = live_map | special[:, None, :, None] | special[:, None, None, :]  # (B or 1, H, t, t)
+    live = live_map | special[:, None, None, :]  # (B or 1, H, t, t)
+    if special_rows:
+        live = live | special[:, None, :, None]
     if causal:
         live = live & (tile[:, None] >= tile)
     full = full_map
@@ -133,10 +137,14 @@ def make_block_mask(
         keep = base[h, i, j]
         if first is not None:
             start = first if shared_first else first[b]
-            keep = keep | (i == start) | (j == start)
+            keep = keep | (j == start)
+            if special_rows:
+                keep = keep | (i == start)
         if last is not None:
             end = last if shared_last else last[b]
-            keep = keep | (i == end) | (j == end)
+            keep = keep | (j == end)
+            if special_rows:
+                keep = keep | (i == end)
         if diagonal is False:
             keep = keep & (i != j)
         if causal:
@@ -160,7 +168,7 @@ def make_block_mask(
     )
 
 
-def _removed_with_padding(table, padding, tokens, diagonal):
+def _removed_with_padding(table, padding, tokens, diagonal, special_rows):
     """[`removed_keys`] of each sequence `(B, H, m)`, for the arguments of [`make_block_mask`]."""
     position, special = torch.arange(table.shape[-1], device=table.device), torch.zeros_like(padding)
     for token in tokens:
@@ -171,6 +179,8 @@ def _removed_with_padding(table, padding, tokens, diagonal):
         others = (padding & ~special).float().T
         kept = torch.stack([head.float() @ others for head in table]).permute(2, 0, 1)
     kept = kept + (padding & special).sum(-1)[:, None, None]
+    if not special_rows:  # whose own entries are among those of the columns
+        return number - kept + (special & padding)[:, None] * int(diagonal is False)
     return number - torch.where(special[:, None], number - int(diagonal is False), kept)
 
 
@@ -225,7 +235,8 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     def make():
         tokens = (inputs.first(), inputs.last())
         return tuple(
-            make_block_mask(*form, block, inputs.padding, *tokens, mask.diagonal, inputs.causal) for form in forms
+            make_block_mask(*form, block, inputs.padding, *tokens, mask.diagonal, inputs.causal, mask.special_rows)
+            for form in forms
         )
 
     if inputs.padding is not None or torch.compiler.is_compiling():
@@ -240,7 +251,8 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         ]
     else:
         tokens = (inputs.first(), inputs.last())
-        removed = [_removed_with_padding(form[0], inputs.padding, tokens, mask.diagonal) for form in forms]
+        rules = (inputs.padding, tokens, mask.diagonal, mask.special_rows)
+        removed = [_removed_with_padding(form[0], *rules) for form in forms]
     return {"compiled": tuple(zip(masks, removed, strict=True))}
 
 

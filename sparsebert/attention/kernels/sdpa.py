@@ -25,6 +25,7 @@ def sdpa_attention(
             inputs.causal,
             dropout,
             scaling,
+            inputs.special_rows,
         )
         return output.transpose(1, 2), None
     bias = inputs.bias[0]

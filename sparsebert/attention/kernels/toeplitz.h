@@ -4,7 +4,8 @@
 // queries with the keys at one distance are then sums of products of adjacent numbers, and so are their outputs: no
 // sum across a vector, and one list of distances for all queries. With blocks of tokens, the W queries share their keys
 // instead. The entries of the first and the last token are apart from both: their columns are read as keys that the
-// queries share, their rows are computed on their own. The rest is one more key that the queries share.
+// queries share, their rows are computed on their own, unless they are like all others. The rest is one more key that
+// the queries share.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
@@ -153,6 +154,8 @@ struct Toeplitz {
     for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
   }
 
+  bool has_all(int64_t r) const { return p.mask.rows && (r == s.first || r == s.last); }
+
   void pack(int64_t b, int64_t h) {
     s = p.mask.sequence(b);
     std::fill(biases.data(), biases.data() + biases.size(), LOW);
@@ -297,7 +300,7 @@ struct Toeplitz {
     bool plain = count == W, any = false;
     for (int64_t l = 0; l < count; ++l) {
       const bool live = s.is_real(r + l);
-      plain &= live && r + l != s.first && r + l != s.last;
+      plain &= live && !has_all(r + l);
       any |= live;
     }
     if (any) {
@@ -312,7 +315,7 @@ struct Toeplitz {
     for (int64_t l = 0; l < count; ++l) {
       float* const row = rows.data() + l * D;
       if (!s.is_real(r + l)) std::fill(row, row + D, 0.0f);
-      else if (r + l == s.first || r + l == s.last) attend_to_all(b, h, i + l, row);
+      else if (has_all(r + l)) attend_to_all(b, h, i + l, row);
       output.write<D>(b, h, i + l, row);
     }
   }

@@ -46,13 +46,15 @@ def tile_attention(
     spans: torch.Tensor | None = None,
     rest: Rest | None = None,
     removed: torch.Tensor | None = None,
+    special_rows: bool = True,
 ) -> torch.Tensor:
     """
     Attention `(B, n, H, d)` under a mask in tile form; queries without a key give 0.
 
     `tiles` is a [`TileForm`] on the device of the query, with the mask's diagonal and causality but not its special
     tokens: `first` and `last` are their positions, int32 `(B,)` or `(1,)`, whose rows and columns are on, without
-    their diagonal entries if `diagonal` is false, and cut if `causal`. `padding` is bool `(B, n)`, `spans` its
+    their diagonal entries if `diagonal` is false, and cut if `causal`; without `special_rows` their columns alone.
+    `padding` is bool `(B, n)`, `spans` its
     [`real_spans`] if they are at hand. `dropout` needs a `seed`, int64 `(2,)`, and is rounded to multiples of 1/65536;
     `scaling` is positive. Query, key and value `(B, H, n, d)` have any strides and the same dtype: bfloat16, float16
     or float32.
@@ -69,7 +71,7 @@ def tile_attention(
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     rests = [] if rest is None else [tensor.float().contiguous() for tensor in rest]
     sources = [*tensors, *rests]
-    options = (diagonal is False, causal, threshold, scaling)
+    options = (diagonal is False, causal, special_rows, threshold, scaling)
     arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *(rests or [None] * 3), removed, *options)
     if _observed(*sources):
         output, _ = torch.ops.sparsebert.tile_attention(*arguments)
@@ -131,8 +133,8 @@ def _bucket(length):
 # The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
 _MASK = (
     "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, Tensor? rest_key, "
-    "Tensor? rest_value, Tensor? rest_score, Tensor? removed, bool diagonal_off, bool causal, int threshold, "
-    "float scaling"
+    "Tensor? rest_value, Tensor? rest_score, Tensor? removed, bool diagonal_off, bool causal, "
+    "bool special_rows, int threshold, float scaling"
 )
 # Where among them those of the rest are.
 _REST = slice(6, 10)
@@ -141,16 +143,16 @@ _REST = slice(6, 10)
 def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, seed, *more):
     """
     What the kernels have in common: the tile form, the run-time arguments after the tile form, in two parts between
-    which those of the rest are, the compile-time arguments, whether there are special tokens, and the configurations
-    of a kernel by its name.
+    which those of the rest are, the compile-time arguments, whether there are special columns and special rows, and
+    the configurations of a kernel by its name.
     """
-    tiles, (diagonal_off, causal, threshold, scaling) = TileForm(*tiles), more[4:]
+    tiles, (diagonal_off, causal, special_rows, threshold, scaling) = TileForm(*tiles), more[4:]
     strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
     # 0 where a position is the same in all sequences.
     token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
     sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
     factors = [scaling / math.log(2), scaling, threshold, 65536 / threshold]
-    mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
+    mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal, "SPECIAL_ROWS": special_rows}
     constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
     special = first is not None or last is not None
     sequences, numbers = [padding, spans, first, last, seed], [*strides, *token_strides, *sizes, *factors]
@@ -158,7 +160,7 @@ def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, see
     def choices(kernel):
         return configurations(kernel, query.shape[3], *_hardware(query), seed is not None, more[0] is not None)
 
-    return tiles, sequences, numbers, constants, special, choices
+    return tiles, sequences, numbers, constants, (special, special and special_rows), choices
 
 
 def _forward(query, key, value, *mask):
@@ -167,10 +169,10 @@ def _forward(query, key, value, *mask):
     scores are the second.
     """
     output, lse = _attention_shapes(query, key, value, *mask)
-    tiles, sequences, numbers, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    tiles, sequences, numbers, constants, (_, special_rows), choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
     short = length <= SHORT_LENGTH
-    programs = tiles.tiles.shape[1] + (special and not short)
+    programs = tiles.tiles.shape[1] + (special_rows and not short)
     launch(
         "row_kernel",
         batch * num_heads * programs,
@@ -195,7 +197,9 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
     its key, value and score: a list.
     """
     gradients = [torch.empty_like(output) for _ in range(3)]
-    tiles, sequences, numbers, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    tiles, sequences, numbers, constants, (special, special_rows), choices = _kernel_arguments(
+        query, key, value, *mask
+    )
     batch, num_heads, length, head_size = query.shape
     rest_key, rest_value, *_ = mask[_REST]
 
@@ -215,7 +219,7 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
         )
     else:
         delta = lse.new_empty(batch, num_heads, length)
-        programs = tiles.tiles.shape[1] + special
+        programs = tiles.tiles.shape[1] + special_rows
         sums = sums_over(programs)
         bucket = max(_bucket(length), SHORT_LENGTH)
         launch(
@@ -364,5 +368,6 @@ def triton_backend(
         spans,
         inputs.rest[0],
         removed,
+        mask.special_rows,
     )
     return output, None

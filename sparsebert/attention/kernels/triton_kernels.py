@@ -8,7 +8,7 @@ STEP queries at a time.
 An entry (i, j) that is on is computed by the row program of i and by the column program of j, once each. Special rows
 and columns have a program of their own with SPECIALS lanes, which loops over everything. Any other program processes
 its list of full tiles, its list of partial tiles, and one gathered tile of the special tokens, for those of their
-entries that are not in the lists.
+entries that are not in the lists. Without SPECIAL_ROWS the rows of special tokens are like all others.
 
 Letters: B batch, H heads, n length, d head size, T distinct tiles.
 """
@@ -40,7 +40,7 @@ def row_kernel(
     k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold,
     keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The row programs: forward, which writes `output` and `lse`, or with GRADIENT the gradient of the queries, which
@@ -57,8 +57,8 @@ def row_kernel(
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
-    PROGRAMS: tl.constexpr = 1 if SPECIAL else 0  # beyond those of blocks
-    bh, block = program_place(tile_rows, SPECIAL)
+    PROGRAMS: tl.constexpr = 1 if SPECIAL and SPECIAL_ROWS else 0  # beyond those of blocks
+    bh, block = program_place(tile_rows, SPECIAL and SPECIAL_ROWS)
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h
     key += batch * k_b + head.to(tl.int64) * k_h
@@ -101,16 +101,17 @@ def row_kernel(
             rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
             output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value,
             rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
-            threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
+            threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, False,
+            GRADIENT,
         )  # fmt: skip
-    elif SPECIAL:
+    elif SPECIAL and SPECIAL_ROWS:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
                 output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key,
                 rest_value, rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n,
                 scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
-                True, GRADIENT,
+                SPECIAL_ROWS, True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
@@ -118,7 +119,7 @@ def row_kernel(
                 lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
                 first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length,
                 tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
@@ -126,7 +127,7 @@ def row_kernel(
             output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
             last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows,
             tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
-            DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+            DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP,
         )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def column_kernel(
     partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
     length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The column programs: the gradients of keys and values. The lists are the transposed ones; all other arguments are
@@ -180,14 +181,14 @@ def column_kernel(
                 block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
                 value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh,
                 head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
-                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
+                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP,
             )  # fmt: skip
     else:
         listed_columns(
             block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
             value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head,
             length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
+            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP,
         )  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def short_backward_kernel(
     last, seed, rest_key, rest_value, rest_parts, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
     length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
+    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     All gradients of short inputs, one program per batch and head: all queries stay on the chip (ROWS is at least n),
@@ -239,7 +240,7 @@ def short_backward_kernel(
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
             rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
-            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, False,
+            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, False,
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(tl.where(keep, s * scale, float("-inf")) - row_lse[:, None])

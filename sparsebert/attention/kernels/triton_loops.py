@@ -38,7 +38,8 @@ def listed_rows(
     rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows, tile_columns, q_n, k_n,
     v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, GRADIENT: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """A block of queries against its lists of key tiles, of which only `begin` to `end` contain real tokens."""
     SPLIT: tl.constexpr = BLOCK_K // STEP
@@ -49,7 +50,7 @@ def listed_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
     )
     own = store
-    if SPECIAL and rest_key is not None:
+    if SPECIAL and SPECIAL_ROWS and rest_key is not None:
         if first is not None:
             own &= rows != first
         if last is not None:
@@ -57,7 +58,7 @@ def listed_rows(
     acc, top, total = first_sums(
         rows, own, real, q, do, row_lse, row_delta, begin, end, first_real, behind_real, holes, words, tiles, pool,
         first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts, scale, scaling,
-        keep_scale, BLOCK_Q, HEAD, BLOCK_Q, DIAGONAL_OFF, GRADIENT,
+        keep_scale, BLOCK_Q, HEAD, BLOCK_Q, DIAGONAL_OFF, SPECIAL_ROWS, GRADIENT,
     )  # fmt: skip
     line = (head * tile_rows + block) * (tile_columns + 1)
     # A block of padding has nothing to do.
@@ -133,10 +134,11 @@ def listed_rows(
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
-        if first is not None:
-            store &= rows != first
-        if last is not None:
-            store &= rows != last
+        if SPECIAL_ROWS:
+            if first is not None:
+                store &= rows != first
+            if last is not None:
+                store &= rows != last
     finish_rows(
         rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
         GRADIENT,
@@ -149,7 +151,7 @@ def listed_columns(
     tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows,
     tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A block of keys against its lists of query tiles, of which only `begin` to `end` contain real tokens."""
     SPLIT: tl.constexpr = BLOCK_Q // STEP
@@ -194,7 +196,7 @@ def listed_columns(
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
         tile, index = next_tile, next_index
 
-    if SPECIAL:
+    if SPECIAL and SPECIAL_ROWS:
         # As wide as a step, so that the k and v in registers fit.
         specials, valid = special_tokens(first, last, STEP)
         q, do, row_lse, row_delta = load_queries(specials, valid, query, output_grad, lse, delta, q_n, o_n, HEAD)
@@ -207,6 +209,7 @@ def listed_columns(
             drawn = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
             kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+    if SPECIAL:
         if first is not None:
             store &= columns != first
         if last is not None:
@@ -220,7 +223,8 @@ def dense_rows(
     query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts,
     bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
-    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr, GRADIENT: tl.constexpr,
+    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, GATHERED: tl.constexpr,
+    GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Some queries (GATHERED: special tokens) against the keys from `STEP * begin` to `STEP * end`."""
     d, lane = tl.arange(0, HEAD), tl.arange(0, STEP)
@@ -231,7 +235,7 @@ def dense_rows(
     acc, top, total = first_sums(
         rows, store, real, q, do, row_lse, row_delta, begin // SPLIT, end // SPLIT, first_real, behind_real, holes,
         words, tiles, pool, first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts,
-        scale, scaling, keep_scale, NUM_ROWS, HEAD, BLOCK_Q, DIAGONAL_OFF, GRADIENT,
+        scale, scaling, keep_scale, NUM_ROWS, HEAD, BLOCK_Q, DIAGONAL_OFF, SPECIAL_ROWS, GRADIENT,
     )  # fmt: skip
     for step in range(begin, end):
         columns = step * STEP + lane
@@ -240,7 +244,7 @@ def dense_rows(
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
             rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
-            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, GATHERED,
+            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, GATHERED,
         )  # fmt: skip
         kept = None
         if seed is not None:

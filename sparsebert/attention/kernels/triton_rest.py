@@ -35,7 +35,7 @@ def bit_of(position, tile):
 @triton.jit
 def removed_keys(
     rows, inside, begin, end, first_real, behind_real, holes, words, tiles, pool, first, last, tile_columns,
-    BLOCK_Q: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    BLOCK_Q: tl.constexpr, DIAGONAL_OFF: tl.constexpr, SPECIAL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """How many real keys the mask removes for some queries, by the words of the tiles from `begin` to `end`."""
     removed = rows * 0
@@ -46,9 +46,13 @@ def removed_keys(
         index = tl.load(tiles + row // BLOCK_Q * tile_columns + tile, mask=inside[:, None] & seen, other=0)
         on = tl.load(pool + index * BLOCK_Q + row % BLOCK_Q)
         if first is not None:
-            on = tl.where(row == first, -1, on | bit_of(first, tile))
+            on |= bit_of(first, tile)
+            if SPECIAL_ROWS:
+                on = tl.where(row == first, -1, on)
         if last is not None:
-            on = tl.where(row == last, -1, on | bit_of(last, tile))
+            on |= bit_of(last, tile)
+            if SPECIAL_ROWS:
+                on = tl.where(row == last, -1, on)
         if DIAGONAL_OFF:
             on &= ~bit_of(row, tile)
         real = bits_from(first_real - tile * WORD) & ~bits_from(behind_real - tile * WORD)
@@ -63,7 +67,7 @@ def first_sums(
     rows, own, real, q, do, row_lse, row_delta, begin, end, first_real, behind_real, holes, words, tiles, pool, first,
     last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts, scale, scaling, keep_scale,
     NUM_ROWS: tl.constexpr, HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    SPECIAL_ROWS: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """
     What a loop over keys begins with, the running output or gradient, maximum and sum: those of the rest, or of
@@ -85,7 +89,7 @@ def first_sums(
             else:
                 number = removed_keys(
                     rows, own, begin, end, first_real, behind_real, holes, words, tiles, pool, first, last,
-                    tile_columns, BLOCK_Q, DIAGONAL_OFF,
+                    tile_columns, BLOCK_Q, DIAGONAL_OFF, SPECIAL_ROWS,
                 )  # fmt: skip
             stands = real & (number > 0)
             weight = tl.log2(tl.where(stands, number, 1).to(tl.float32)) + tl.load(rest_score) * LOG2_E

@@ -181,7 +181,7 @@ def guarded(on, rows, columns, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr)
 def dense_keep(
     rows, store, columns, inside, tile, tiles, pool, words, first_real, behind_real, holes, first, last,
     tile_columns, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
-    GATHERED: tl.constexpr,
+    SPECIAL_ROWS: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     """The whole mask for some queries and the keys of a tile. GATHERED: all queries are special tokens."""
     if words is not None:
@@ -191,9 +191,13 @@ def dense_keep(
         index = tl.load(tiles + rows // BLOCK_Q * tile_columns + tile, mask=store, other=0)
         on = bit_at(tl.load(pool + index * BLOCK_Q + rows % BLOCK_Q)[:, None], (columns % BLOCK_K)[None, :])
         if first is not None:
-            on |= (rows[:, None] == first) | (columns[None, :] == first)
+            on |= columns[None, :] == first
+            if SPECIAL_ROWS:
+                on |= rows[:, None] == first
         if last is not None:
-            on |= (rows[:, None] == last) | (columns[None, :] == last)
+            on |= columns[None, :] == last
+            if SPECIAL_ROWS:
+                on |= rows[:, None] == last
         keep &= on
     return keep
 

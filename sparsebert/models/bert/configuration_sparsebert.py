@@ -22,8 +22,8 @@ from ...learning.mask_description import (
     Carrier,
     MaskFields,
     default_mask_length,
-    read_search,
 )
+from ...learning.search_files import read_search, with_meaning
 from ...learning.searches import SEARCHES
 from ...masks.mask_files import NOTE_FIELD, MaskFileError, read_description
 from ...masks.mask_sources import find_descriptions, hub_arguments_in
@@ -37,6 +37,7 @@ logger = logging.get_logger(__name__)
 NEW_SEARCH = "_new_search"
 # Fields that are not about the mask itself, and its length.
 _OF_MODEL = ("allow_empty_rows", "skip_padding", *MODEL_FIELDS)
+_SIGNED = [(name, False, None, False) for name, search in SEARCHES.items() if search.toeplitz]
 _KEPT = {*_OF_MODEL, "mask_length"}
 
 
@@ -61,6 +62,8 @@ class SparseBertConfig(MaskedConfigMixin, MaskFields, BertConfig):
                 self.search = "dam_s"
             else:
                 self.pattern = "dense"
+        if (self.search, self.symmetric, self.special_rows, self.frozen) in _SIGNED:
+            self.special_rows = True  # so that it is written, which tells what symmetric means, see `with_meaning`
         if self.mask_length is None:
             self.mask_length = default_mask_length(self.max_position_embeddings)
         for name in kwargs:
@@ -117,6 +120,7 @@ class SparseBertConfig(MaskedConfigMixin, MaskFields, BertConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         # Transformers sets keyword arguments after construction, when defaults that depend on them are already chosen.
+        config_dict = with_meaning(config_dict)
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
         of_mask = set(OWN_FIELDS)
         if own.get("search") or own.get("pattern"):

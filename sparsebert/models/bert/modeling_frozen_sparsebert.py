@@ -47,7 +47,7 @@ def read_mask(config, contents):
         raise ValueError(f"{FILES[1]} is not the file that {FILES[0]} was written with: download both again")
     # What the configuration asks for comes first. A pattern was saved with that.
     asked = {} if getattr(config, "pattern", None) else {"diagonal": getattr(config, "diagonal", None)}
-    asked |= {name: getattr(config, name, None) for name in ("length_policy", "last_token", "rest")}
+    asked |= {name: getattr(config, name, None) for name in ("length_policy", "last_token", "rest", "special_rows")}
     mask |= {name: DIAGONALS.get(value, value) for name, value in asked.items() if value is not None}
     if mask["length_policy"] == "extend" and mask["form"] == "table":
         raise ValueError("length_policy 'extend' has no meaning for this mask: use 'dense' or 'error'")
@@ -81,8 +81,9 @@ def expand(keep, mask, length):
         table = keep.index_select(2, inside).index_select(3, inside)
     else:
         block = position // (mask["block_size"] or 1)
-        offset = (block[:, None] - block).abs()
-        table = keep[..., offset.clamp(max=last)] & (offset <= last)
+        offset = block[:, None] - block
+        offset = offset.abs() if mask.get("symmetric", True) else offset + last // 2  # the parameters of signed ones
+        table = keep[..., offset.clamp(0, last)] & (offset >= 0) & (offset <= last)
     is_new = position >= known
     return table | (is_new[:, None] | is_new) if policy == "dense" else table
 
@@ -260,7 +261,9 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         if self.config.is_decoder:
             cut = cut & (position[rows, None] >= position)
         table = expand(self.keep.to(states.device), self.mask, keys)[:, :, rows]
-        special_entries = special[:, None, rows, None] | special[:, None, None, :]
+        columns = special[:, None, None, :]
+        with_rows = self.mask.get("special_rows", True)
+        special_entries = special[:, None, rows, None] | columns if with_rows else columns
         rest = None if self.rest_bias is None else (padding, padding & ~special, self.rest_bias)
         return super().forward(
             input_ids=input_ids,

@@ -32,7 +32,7 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
         raise ValueError(
             f"{run.source}: holds a mask without P: give the folder of a search, or a checkpoint that is searching"
         )
-    fixed = fixed_entries(length, mask.special_tokens, mask.diagonal)
+    fixed = fixed_entries(length, mask.special_tokens, mask.diagonal, mask.special_rows)
     most = 1 - (fixed == 1).float().mean().item()
     if not 0 < sparsity < 1 or sparsity > most:
         bound = "" if most == 1 else f" and, since special tokens and a kept diagonal stay, at most {most:.4f}"
@@ -48,7 +48,7 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
             "was pruned, or its P is 0, which does not rank what was removed"
         )
-    fields = ("special_tokens", "last_token", "diagonal", "length_policy")
+    fields = ("special_tokens", "special_rows", "last_token", "diagonal", "length_policy")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
     return to_sparse_mask(
         kept,
@@ -67,14 +67,17 @@ def _scores(run, fixed):
     whether pairs of entries share one.
     """
     mask, length = run.mask, run.mask.length
-    symmetric, odds = bool(run.setup.get("symmetric")), run.log_odds
+    symmetric, odds = mask.symmetric if mask.form != "table" else bool(run.setup.get("symmetric")), run.log_odds
     of_parameters = odds is not None and odds.ndim == 3
     if of_parameters and mask.form == "table":
         symmetric = odds.shape[-1] != length**2
-    index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
-    scores = torch.full((mask.num_layers, mask.num_heads, int(index.max()) + 1), -torch.inf)
+    signed = mask.form != "table" and not symmetric
+    size = 2 * -(-length // (mask.block_size or 1)) - 1 if signed else None
+    index = parameter_index(mask.form, length, length, symmetric, mask.block_size, size=size)
+    scores = torch.full((mask.num_layers, mask.num_heads, size or int(index.max()) + 1), -torch.inf)
     if of_parameters:
-        scores[..., : odds.shape[-1]] = odds
+        start = (size - odds.shape[-1]) // 2 if signed else 0
+        scores[..., start : start + odds.shape[-1]] = odds
     else:
         of_entries = run.probs.masked_fill(run.probs == 0, -torch.inf) if odds is None else odds
         scores[..., index[fixed == -1]] = of_entries[..., fixed == -1]  # equal where entries share a parameter
@@ -94,7 +97,7 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
     A mask that keeps, in each head, as many learned entries as another one, drawn at random. Special tokens and a
     fixed diagonal stay as they are.
     """
-    learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal) == -1
+    learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal, mask.special_rows) == -1
     places = learned.flatten().nonzero()[:, 0]
     generator = torch.Generator().manual_seed(seed)
     keep = mask.to_table() & learned
@@ -106,6 +109,7 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
         keep=keep,
         form="table",
         block_size=None,
+        symmetric=True,
         length_policy=table_policy(mask.length_policy),
         metadata=mask.metadata | {"pattern": "random", "pattern_seed": seed, "search": None},
     )

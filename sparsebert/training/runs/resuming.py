@@ -20,6 +20,7 @@ from ...hub import without_secrets
 from ...learning.mask_description import HELD_BY_MASK, RESUMED_FIELDS
 from ...learning.mask_description import MAY_CHANGE as MASK_MAY_CHANGE
 from ...learning.progressive_pruning import stored_settings
+from ...learning.search_files import with_meaning
 from ...masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ...masks.sparse_mask import SparseMask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
@@ -70,7 +71,7 @@ def _stored_fields(checkpoint: str | os.PathLike) -> dict[str, Any]:
     folder = Path(checkpoint)
     try:
         if (path := folder / SEARCH_CONFIG_NAME).is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
+            return with_meaning(json.loads(path.read_text(encoding="utf-8")))
         path = folder / CONFIG_NAME
         if path.is_file() and json.loads(path.read_text()).get("model_type") == SparseBertConfig.model_type:
             config = SparseBertConfig.from_pretrained(folder)
@@ -97,8 +98,9 @@ def check_checkpoint(
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
     if sparse_attention.searching and (Path(checkpoint) / MASK_CONFIG_NAME).is_file():
         mask, search = SparseMask.from_pretrained(checkpoint), sparse_attention.search
-        names = ("special_tokens", "last_token", "length_policy")
+        names = ("special_tokens", "special_rows", "last_token", "length_policy")
         held = [("mask_length", mask.length, search.length), ("diagonal", mask.diagonal, search.fixed_diagonal)]
+        held.append(("symmetric", mask.symmetric, search.toeplitz_symmetric))
         pairs += held + [(name, getattr(mask, name), getattr(search, name)) for name in names]
     settings = stored_settings(checkpoint)
     if pruning is not None:

@@ -178,7 +178,7 @@ def draw_run(folder: Path, mask: SparseMask, probs: torch.Tensor | None = None) 
     if probs is not None:
         mean_probs, offset_profile = (folder / name for name in PROBS_PICTURES)
         plot_mean_probs(probs, mean_probs)
-        plot_offset_profile(probs, offset_profile, analyzed_special_tokens(mask))
+        plot_offset_profile(probs, offset_profile, analyzed_special_tokens(mask), signed=not mask.symmetric)
 
 
 def draw_heads(folder: Path, network: Any) -> None:

@@ -49,13 +49,19 @@ FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
     "special_tokens": "first_last",
-    "symmetric": False,
     "sparsity_scope": "global",
     "mask_form": "log",
     "hard": True,
     "noise_scale": 0.0,
     "mask_logit_scale": 1.0,
 }
+
+
+def default_fields(search: str) -> dict[str, Any]:
+    """`FIELDS` of a search. One by distances is symmetric, as in the paper, others are not."""
+    return FIELDS | {"search": search, "symmetric": SEARCHES[search].toeplitz}
+
+
 # For a search that is not hard, which trains P itself, ever steeper.
 SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
@@ -228,12 +234,13 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     """
     fields = given
     if options.mask is None:
-        fields = FIELDS | given
-        check_choice("search", fields["search"], tuple(SEARCHES))
-        if not SEARCHES[fields["search"]].stochastic:
-            fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
+        search = given.get("search", FIELDS["search"])
+        check_choice("search", search, tuple(SEARCHES))
+        fields = default_fields(search) | given
+        if not SEARCHES[search].stochastic:
+            fields = default_fields(search) | SOFT_FIELDS | {"hard": False} | given
         elif not fields["hard"]:
-            fields = FIELDS | SOFT_FIELDS | given
+            fields = default_fields(search) | SOFT_FIELDS | given
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
