@@ -98,6 +98,7 @@ TABLES = {
         f"reproduce.{name}.paper": lambda name=name: reproduced(name, scale="paper")
         for name in ("minilm", "minilm_settings")
     },
+    "reproduce.minilm.rest": lambda: reproduced("minilm", REPRODUCED / "rest"),
     **{
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
         for name in ("sparsebert_table3", "sparsebert_figure7")

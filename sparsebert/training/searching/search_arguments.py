@@ -299,8 +299,8 @@ def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[s
     check_allowed("--model", fields, {*allowed, "target_sparsity"}, why)
     if options.mask and not options.recover and fields.get("rest") in (None, "none"):
         raise ValueError(
-            "recover must be at least 1 if mask is given without --rest, as there is nothing to search or to calibrate "
-            "then, got 0"
+            "recover must be at least 1 if mask is given without --rest, as there is nothing to search or calibrate, "
+            "got 0"
         )
     _, of_mask = model_and_mask_arguments(options)
     if options.mask not in (None, *PATTERNS):
