@@ -4,6 +4,7 @@ Masks with a rest, on every backend that has one: against softmax with one more 
 Letters: B batch, H heads, n tokens, d head size.
 """
 
+import json
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from test_attention import kept, serving, with_gradients
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
-from sparsebert import SparseMask, attach, load, sparse_dot_product_attention
+from sparsebert import MaskFileError, SparseMask, attach, load, sparse_dot_product_attention
 
 
 HEADS = 4
@@ -219,3 +220,17 @@ def test_what_has_no_rest_is_refused(case):
     run, words = CANNOT[case]
     with pytest.raises(ValueError, match=words):
         run()
+
+
+def test_only_masks_with_a_rest_need_a_newer_reader(tmp_path):
+    mask = SparseMask(torch.ones(HEADS, 8).bool(), 8, "offsets")
+    for rest, version in (("none", 1), ("mean", 2)):
+        mask.replace(rest=rest).save_pretrained(tmp_path / rest)
+        described = json.loads((tmp_path / rest / "mask_config.json").read_text())
+        assert described["format_version"] == version and described.get("rest", "none") == rest
+        assert SparseMask.from_pretrained(tmp_path / rest) == mask.replace(rest=rest)
+    assert (tmp_path / "none/mask.safetensors").read_bytes() == (tmp_path / "mean/mask.safetensors").read_bytes()
+    path = tmp_path / "mean/mask_config.json"
+    path.write_text(path.read_text().replace('"mean"', '"median"'))
+    with pytest.raises(MaskFileError, match="rest must be one of 'none', 'mean', got 'median'"):
+        SparseMask.from_pretrained(tmp_path / "mean")
