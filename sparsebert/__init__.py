@@ -43,6 +43,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .learning.progressive_pruning import ProgressivePruning
     from .learning.search_schedule import SearchSchedule
+    from .training.searching.rest_bias import calibrate_rest
     from .training.trainer import SparseBertTrainer
 
 # The Trainer of transformers and its callbacks bring in PEFT, datasets and accelerate.
@@ -50,6 +51,7 @@ _FOR_TRAINING = {
     "ProgressivePruning": ".learning.progressive_pruning",
     "SearchSchedule": ".learning.search_schedule",
     "SparseBertTrainer": ".training.trainer",
+    "calibrate_rest": ".training.searching.rest_bias",
 }
 
 if plugin.wanted():
@@ -93,6 +95,7 @@ __all__ = [
     "__version__",
     "attach",
     "build_pattern",
+    "calibrate_rest",
     "compile",
     "detach",
     "extend_positions",

@@ -87,7 +87,7 @@ class SparseMask:
             query without another key then returns the value of that one instead of 0. Attention must be a softmax over
             whole inputs, not causal; layers with a sliding window have no such key.
         rest_bias (`torch.Tensor` of shape `(1 or more, H)`, *optional*): Added to the scores of these keys, by layer
-            and head; defaults to 0.
+            and head; defaults to 0. See [`calibrate_rest`].
         metadata (`dict`, *optional*): Provenance stored in the mask's files, such as base model, revision and run.
         symmetric (`bool`, *optional*, defaults to `True`): `False` for a Toeplitz form with a bit per signed distance,
             `i - j` for `"offsets"` and `i // B - j // B` for `"blocks"`, in ascending order. Where a symmetric form

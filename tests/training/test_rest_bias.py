@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from sparsebert import SparseMask, attach
+from sparsebert import SparseMask, attach, calibrate_rest
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import keys_of_rest, pooled_rest
 from sparsebert.training.searching.matching import carrier
@@ -29,6 +29,17 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(special_tokens):
     found = calibrated(model, carrier(model), mask, ids.split(2))
     assert found.keep.equal(mask.keep) and found.rest_bias.shape == (2, HEADS)
     assert model.sparse_attention.mask is mask
+    implementation = model.config._attn_implementation
+    calibrate_rest(model, [{"input_ids": batch} for batch in ids.split(2)])
+    assert model.sparse_attention.mask == found and model.config._attn_implementation == implementation
+    with pytest.raises(ValueError, match="no padding"):
+        calibrate_rest(model, [{"input_ids": ids, "attention_mask": (ids > 10).long()}])
+    with pytest.raises(ValueError, match="at least one batch"):
+        calibrate_rest(model, [])
+    assert model.sparse_attention.mask == found and model.config._attn_implementation == implementation
+    model.set_mask(mask.replace(rest="none"))
+    with pytest.raises(ValueError, match="needs a model whose mask is frozen and has a rest"):
+        calibrate_rest(model, [ids])
 
     # The first layer, from its own queries and keys.
     attention = model.encoder.layer[0].attention.self

@@ -5,6 +5,7 @@ Letters: B batch, L layers, H heads, n length.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,8 @@ import torch
 from ...masks.expansion import SPECIAL_TOKENS
 from ...masks.sparse_mask import SparseMask
 from ...models.architectures import attention_modules
-from ...models.sparse_attention import SparseAttention
-from .matching import running_through
+from ...models.sparse_attention import SparseAttention, get_sparse_attention
+from .matching import carrier, running_through
 from .objectives import Batch, inputs_of, recorded
 
 
@@ -23,6 +24,28 @@ if TYPE_CHECKING:
 # The bias is kept within this: in a head that pays nothing to what is removed it would be the logarithm of 0.
 _LARGEST = 10.0
 _LEAST = 1e-30
+
+
+def calibrate_rest(model: "PreTrainedModel", batches: Iterable[Batch]) -> None:
+    """
+    Set the `rest_bias` of the mask that a model carries, so that the rest gets, on average, the attention that the
+    model without the mask pays to what is removed. No weight is changed.
+
+    Args:
+        model (`PreTrainedModel`): A model whose frozen mask has a rest, with the weights that it had without the mask.
+        batches (`Iterable`): Token ids `(B, n)`, or arguments of the base model by name, without padding: a few dozen
+            rows of ordinary text are enough.
+
+    Raises:
+        ValueError: If the model carries no such mask, or a batch has padding, or there is none.
+    """
+    sparse_attention = get_sparse_attention(model)
+    mask = sparse_attention.mask
+    if mask is None or mask.rest == "none":
+        raise ValueError("calibrate_rest needs a model whose mask is frozen and has a rest: mask.replace(rest='mean')")
+    sparse_attention.set_mask(
+        calibrated(model.eval(), carrier(model), mask, batches), search=mask.metadata.get("search")
+    )
 
 
 def calibrated(
@@ -39,14 +62,21 @@ def calibrated(
     means: list[torch.Tensor] = []
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
-    with torch.no_grad(), running_through(model, dense):
+    with ExitStack() as stack:
+        stack.callback(model.set_attn_implementation, implementation)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(running_through(model, dense))
         for batch in batches:
+            padding = inputs_of(batch).get("attention_mask")
+            if padding is not None and not bool(padding.all()):
+                raise ValueError("the batches that a rest is calibrated with must have no padding")
             removed = ~mask.to_table(inputs_of(batch)["input_ids"].shape[1]).to(model.device)
             found: list[torch.Tensor] = []
             with recorded(modules, found, lambda output: _missing(output[1].float(), removed, len(found), mask)):  # noqa: B023
                 model.base_model(**inputs_of(batch))
             means.append(torch.stack(found))
-    model.set_attn_implementation(implementation)
+    if not means:
+        raise ValueError("a rest is calibrated with at least one batch")
     bias = torch.stack(means).mean(0)
     return mask.replace(rest_bias=bias.clamp(-_LARGEST, _LARGEST))
 
