@@ -81,8 +81,8 @@ def run_backend(
     backend, documents, rows = BACKENDS[inputs.backend], inputs.documents, query.shape[0]
     rest = None
     if inputs.rest[0] is not None:
-        states = (query, key, value) if documents is None else map(documents.unpack, (query, key, value))
-        rest = pooled_rest(*states, inputs, scaling)
+        unpack = documents.unpack if documents is not None else lambda states: states
+        rest = pooled_rest(unpack(query), unpack(key), unpack(value), inputs, scaling)
         inputs = replace(inputs, rest=(rest,))
     if documents is not None:
         query, key, value = map(in_one_row if backend.raw else documents.unpack, (query, key, value))

@@ -10,7 +10,7 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from ..masks.compiled_forms import rest_biases
 from ..masks.expansion import SPECIAL_TOKENS
 from ..masks.sparse_mask import SparseMask
-from .biases.bias_entries import REMOVED, first_real, last_real
+from .biases.bias_entries import REMOVED, REMOVED_BELOW, first_real, last_real
+from .biases.offset_biases import OffsetBias
 from .mask_inputs import MaskInputs
 
 
@@ -39,7 +40,7 @@ class Rest(NamedTuple):
     score: torch.Tensor
 
 
-def rest_fields(mask: SparseMask, inputs: MaskInputs) -> dict[str, object]:
+def rest_fields(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The fields of [`MaskInputs`] about the rest of a frozen mask."""
     if mask.rest == "none":
         return {}
@@ -115,9 +116,12 @@ def with_rest(
     one of query and key holds the score of the rest, which differs by sequence, while one bias may serve all.
     """
     learned, padding = inputs.learned[0], inputs.padding
+    assert not isinstance(learned, OffsetBias)
     bias = inputs.bias[0] if learned is None else learned[None]
     assert bias is not None
     removed = num_removed(bias, padding)
+    if inputs.rest_keys is not None:  # a sequence may have nothing but special tokens
+        removed = torch.where(inputs.rest_keys.any(-1)[:, None, None, None], removed, 0.0)
     logs = torch.where(removed < LEAST_REMOVED, REMOVED, removed.clamp(min=LEAST_REMOVED).log())
     bias = torch.cat([bias, logs.to(bias.dtype)], -1)
     query = pad(pad(query, (0, 1), value=1.0), (0, _MORE - 1))
@@ -126,7 +130,10 @@ def with_rest(
     value = pad(torch.cat([value, rest.value[:, :, None].to(value.dtype)], 2), (0, _MORE))
     if learned is not None:
         return query, key, value, replace(inputs, learned=(bias[0],))
-    live = None if padding is None else padding[:, None, -query.shape[2] :, None]
+    live = None
+    if inputs.rest_keys is not None:
+        live = (bias > REMOVED_BELOW).any(-1, keepdim=True)
+        live = live if padding is None else live & padding[:, None, -query.shape[2] :, None]
     return query, key, value, replace(inputs, bias=(bias,), live=(live,))
 
 

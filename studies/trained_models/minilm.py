@@ -165,7 +165,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         if cell["mask"] == "attention":
             data |= {"steps": 0}
     else:
-        model = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]} if cell["mask"] != "dense" else {}
+        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
+        model |= {"rest": cell["rest"]}
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
     name = own_mask(found["mask"])

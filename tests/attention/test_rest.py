@@ -33,6 +33,7 @@ MASKS = {
         **{"keep": torch.arange(17).expand(HEADS, -1) % 5 == 0, "symmetric": False, "special_tokens": "first_last"},
         **{"special_rows": False},
     },
+    "special": {"keep": torch.zeros(HEADS, 3).bool(), "special_tokens": "first_last", "diagonal": False},
     "dense": {"keep": torch.ones(HEADS, 33).bool()},  # removes nothing
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +61,7 @@ def formula(query, key, value, keep, padding, mask):
             table = keep[row, head][real][:, real]
             scores = (q @ k.mT * size**-0.5).masked_fill(~table, -torch.inf)
             removed = (~table).sum(-1)
-            if removed.any():
+            if removed.any() and len(others):
                 mean, k, v = (states[row, head, others] for states in (query, key, value))
                 shares = (mean.mean(0) @ k.mT * size**-0.5).softmax(-1)
                 entropy = -(shares * shares.log()).sum()
@@ -71,7 +72,7 @@ def formula(query, key, value, keep, padding, mask):
                     torch.cat([scores, rest[:, None]], -1),
                     torch.cat([value[row, head, real], (shares @ v)[None]]),
                 )
-            output[row, head, real] = scores.softmax(-1).to(v.dtype) @ v
+            output[row, head, real] = scores.softmax(-1).nan_to_num(0).to(v.dtype) @ v
     return output
 
 

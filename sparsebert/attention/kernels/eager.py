@@ -39,9 +39,9 @@ def eager_attention(
     if inputs.live[0] is not None:
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
-    rest = None
+    last = None
     if inputs.rest[0] is not None:
-        weights, rest = weights.split([weights.shape[-1] - 1, 1], -1)
+        weights, last = weights.split([weights.shape[-1] - 1, 1], -1)
     dropped = nn.functional.dropout(weights, p=dropout)
-    output = torch.matmul(dropped if rest is None else torch.cat([dropped, rest], -1), value)
+    output = torch.matmul(dropped if last is None else torch.cat([dropped, last], -1), value)
     return output.transpose(1, 2).contiguous(), weights

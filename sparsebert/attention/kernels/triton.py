@@ -69,7 +69,7 @@ def tile_attention(
         padding = padding.contiguous().view(torch.int8)
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
-    rests = [] if rest is None else [tensor.float().contiguous() for tensor in rest]
+    rests: list[Any] = [] if rest is None else [tensor.float().contiguous() for tensor in rest]
     sources = [*tensors, *rests]
     options = (diagonal is False, causal, special_rows, threshold, scaling)
     arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *(rests or [None] * 3), removed, *options)
@@ -326,7 +326,7 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """
     tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
     first, last, spans = inputs.first(), inputs.last(), None
-    removed = ((None,),) * len(tiles)
+    removed: tuple[tuple[torch.Tensor | None, ...], ...] = ((None,),) * len(tiles)
     if inputs.padding is not None:
         batch, spans = len(inputs.padding), real_spans(inputs.padding)
         first, last = per_sequence(first, batch), per_sequence(last, batch)
