@@ -12,6 +12,7 @@ import torch
 from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
 from .kernels import cpu, flex, triton, triton_limits
+from .kernels.cpu_rest import pooled_rest_on_cpu
 from .kernels.eager import eager_attention
 from .kernels.sdpa import sdpa_attention
 from .mask_inputs import MaskInputs, autocast_dtype
@@ -79,16 +80,17 @@ def run_backend(
         dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     backend, documents, rows = BACKENDS[inputs.backend], inputs.documents, query.shape[0]
-    rest = None
-    if inputs.rest[0] is not None:
-        unpack = documents.unpack if documents is not None else lambda states: states
-        rest = pooled_rest(unpack(query), unpack(key), unpack(value), inputs, scaling)
-        inputs = replace(inputs, rest=(rest,))
     if documents is not None:
         query, key, value = map(in_one_row if backend.raw else documents.unpack, (query, key, value))
     if backend.raw:
+        if inputs.rest[0] is not None:
+            inputs = replace(inputs, rest=(pooled_rest_on_cpu(query, key, value, inputs, scaling),))
         output, weights = backend.function(query, key, value, inputs, scaling, dropout)
         return output if documents is None else output.view(rows, -1, *output.shape[2:]), weights
+    rest = None
+    if inputs.rest[0] is not None:
+        rest = pooled_rest(query, key, value, inputs, scaling)
+        inputs = replace(inputs, rest=(rest,))
     query, key, value = clear_padding(inputs, scaling, query, key, value)
     if rest is not None and inputs.compiled[0] is None:
         size = value.shape[-1]

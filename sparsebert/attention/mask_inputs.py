@@ -60,7 +60,7 @@ class MaskInputs:
         dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
             dropout or a layer may run several times.
         rest (`tuple`): What is added to the scores of the rest of a [`SparseMask`], float32 `(H,)`; `None` for layers
-            without one. Backends find the pooled [`Rest`] here.
+            without one. Backends find the pooled [`Rest`] here, or a tensor of the same if they are `raw`.
         rest_keys (`torch.Tensor` of shape `(B or 1, m)`, *optional*): Bool, the keys that it stands for; `None` for
             all.
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
@@ -241,8 +241,8 @@ def check_arguments(module: Any, given: Mapping[str, Any], *more: str) -> None:
 
 
 def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Positions `(B,)` or `(1,)` for every sequence of a batch of this size: `(B,)`, contiguous."""
-    return None if positions is None else positions.expand(batch).contiguous()
+    """`(B, ...)` or `(1, ...)` for every sequence of a batch of this size: `(B, ...)`, contiguous."""
+    return None if positions is None else positions.expand(batch, *positions.shape[1:]).contiguous()
 
 
 def autocast_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,10 @@ from test_cpu import (  # noqa: F401
 
 from sparsebert import SparseMask
 from sparsebert.attention.kernels.cpu import compressed_rows, signed_offsets
+from sparsebert.attention.kernels.cpu_rest import pooled_rest_on_cpu
+from sparsebert.attention.mask_inputs import MaskInputs
+from sparsebert.attention.packed_batches import DocumentSpans, in_one_row
+from sparsebert.attention.rest import pooled_rest
 from sparsebert.masks.compiled_forms import compiled
 from sparsebert.masks.expansion import signed_parameters
 
@@ -119,6 +123,8 @@ FORMS = {
     "dropout, tiles": {"dropout": 0.25, "block_size": 16, "diagonal": False},
     "dropout, table": {"dropout": 0.25, "form": "table"},
 }
+LEVELS = ("default", "avx2", "avx512", "avx512_bf16")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = ((1, 32), (64, 20), (97, 64), (129, 32), (65, 128))
 
 
@@ -154,15 +160,17 @@ def factors_of(mask, padding, queries, dropout):
 
 
 @every_level
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_output_and_all_gradients(level, dtype, form, loaded):  # noqa: F811
+def test_output_and_all_gradients(level, form, loaded):  # noqa: F811
     """The seed of dropout drops the keys that it drops without a rest, and never the rest."""
     skip_without(level)
     loaded(level)
     options = {**FORMS[form]}
     queries, strided, dropout = (options.pop(name, 0) for name in ("queries", "strided", "dropout"))
-    for length, head_size in SIZES:
+    # A dtype that the level has code of its own for, and another; every form meets all sizes and dtypes.
+    number = [*FORMS].index(form) + 2 * (place := LEVELS.index(level))
+    dtypes = (torch.bfloat16 if level == "avx512_bf16" else torch.float32, DTYPES[place % 3])
+    for (length, head_size), dtype in zip((SIZES[number % 5], SIZES[(number + 1) % 5]), dtypes, strict=True):
         number = min(queries or length, length)
         mask, padding = mask_of(length, **options), padding_of(length)
         size = (5, length, HEADS, 2 * head_size) if strided else (5, HEADS, length, head_size)
@@ -303,6 +311,147 @@ def test_packed_offsets():
             want = torch.ops.sparsebert.csr_attention(*alone, *form, None, None, None, own[None], *shorter)
             near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
             torch.testing.assert_close(got[:, :, start : start + length], want, **near)
+
+
+# The operator that pools the rest
+
+
+def keys_of(name, length):
+    """The keys of three sequences that the rest stands for."""
+    keys = torch.ones(3, length, dtype=torch.bool)
+    if name == "all":
+        return None
+    if name == "but special tokens":
+        keys[:, 0] = keys[:, -1] = False
+        return keys[:1]
+    keys[0, length - length // 3 :] = keys[1, : length // 2] = False
+    if name == "holes":
+        keys[1:, ::3] = keys[2, 40:80] = False
+    if name == "none":
+        keys[1] = False
+    return keys
+
+
+def pooled_in_python(query, key, value, inputs, scaling):
+    """The reference, as the operator returns it."""
+    rest = pooled_rest(query, key, value, inputs, scaling)
+    return torch.cat([rest.key, rest.value, rest.score[..., None]], -1)
+
+
+def gradients_of_pooling(function, query, key, value, bias, grad, keys, dtype=None, documents=None):
+    """What `function` returns and its gradients with respect to states and bias."""
+
+    def run(query, key, value, bias):
+        longest = key.shape[2] if documents is None else documents.shape[1]
+        inputs = MaskInputs("", num_keys=longest, rest=(bias,), rest_keys=keys, documents=documents)
+        return function(query, key, value, inputs, query.shape[-1] ** -0.5)
+
+    return with_gradients(run, query, key, value, bias, grad, dtype=dtype)
+
+
+@every_level
+@pytest.mark.parametrize("keys", ["all", "but special tokens", "right and left", "holes", "none"])
+def test_pooling_equals_the_formula(level, keys, loaded):  # noqa: F811
+    """At most twice the error of the formula in PyTorch; to the bit with any number of threads."""
+    skip_without(level)
+    loaded(level)
+    sizes = ((1, 8), (2, 32), (33, 64), (97, 8), (97, 20), (64, 32), (131, 64), (33, 256))
+    for place, (length, head_size) in enumerate(sizes):
+        dtype = DTYPES[(place + LEVELS.index(level)) % 3]
+        queries, there = length - place % 3 * (length // 3), keys_of(keys, length)
+        states = [2 * each.to(dtype) for each in numbers(3, length, HEADS, head_size)]
+        for each in states if there is not None else ():
+            each[~there.expand(3, -1)] = torch.nan
+        states = [each.transpose(1, 2) for each in states]
+        states[0] = states[0][:, :, length - queries :]
+        arguments = (*states, torch.randn(HEADS), rest_of(3, HEADS, head_size), there)
+        torch.set_num_threads(1)
+        got = gradients_of_pooling(pooled_rest_on_cpu, *arguments)
+        if length == 64:
+            torch.set_num_threads(2)
+            again = gradients_of_pooling(pooled_rest_on_cpu, *arguments)
+            torch.set_num_threads(1)
+            assert all(one.equal(other) for one, other in zip(got, again, strict=True))
+        truth, plain = (
+            gradients_of_pooling(pooled_in_python, *states, arguments[3].to(wide), *arguments[4:], dtype=narrow)
+            for wide, narrow in ((torch.float64, torch.float64), (torch.float32, None))
+        )
+        largest = max(1.0, *(want[want.abs() < 1e8].abs().max().item() for want in truth if want.numel()))
+        for what, one, want, other in zip(NAMES, got, truth, plain, strict=True):
+            near = 16 * largest * torch.finfo(one.dtype).eps
+            error, allowed = ((each - want).abs().max().item() for each in (one, other))
+            assert one.dtype == other.dtype and one.isfinite().all(), (length, what)
+            assert error <= 2 * allowed + near, (length, head_size, dtype, what, error, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_documents_are_pooled_where_they_lie(dtype):
+    """What is between them, or padding within them, is no part of any, and receives gradients of 0."""
+    real = torch.rand(2, 60) < 0.8
+    documents = DocumentSpans.of_lengths(torch.tensor([2, 40, 60, 77]), torch.tensor([38, 9, 17, 43]), real)
+    keys = documents.padding.clone()
+    keys[:, 0] = False
+    states = [each.to(dtype) for each in numbers(2, 60, HEADS, 32)]
+    inside = torch.zeros(120, dtype=torch.bool).index_fill(0, documents.tokens, True).view(2, 60)
+    for each in states:
+        each[~inside] = torch.nan
+    states, bias, grad = [each.transpose(1, 2) for each in states], torch.randn(HEADS), rest_of(4, HEADS, 32)
+
+    def apart(query, key, value, inputs, scaling):
+        return pooled_in_python(*map(documents.unpack, (query, key, value)), inputs, scaling)
+
+    def lying(query, key, value, inputs, scaling):
+        return pooled_rest_on_cpu(*map(in_one_row, (query, key, value)), inputs, scaling)
+
+    want, got = (
+        gradients_of_pooling(function, *states, bias, grad, keys, documents=documents) for function in (apart, lying)
+    )
+    for what, one, other in zip(NAMES, got, want, strict=True):
+        near = 1e-5 if one.dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(one, other, atol=near, rtol=near, msg=lambda text, what=what: f"{what}: {text}")
+
+
+def test_opcheck_of_pooling():
+    states = [each.requires_grad_() for each in numbers(2, HEADS, 20, 8)]
+    arguments = (*states, torch.rand(2, 20) < 0.7, None, 20, 0.3)
+    torch.library.opcheck(torch.ops.sparsebert.pool_rest, arguments)
+    (pooled, means), states = torch.ops.sparsebert.pool_rest(*arguments), [each.detach() for each in states]
+    arguments = (torch.randn(2, HEADS, 17), pooled.detach(), means, *states, *arguments[3:])
+    torch.library.opcheck(torch.ops.sparsebert.pool_rest_backward, arguments)
+
+
+WRONG = {
+    "query": lambda t: t.double(),
+    "key": lambda t: t[:, :, 1:],
+    "value": lambda t: t[:1],
+    "keys": lambda t: t[:1],
+    "starts": lambda t: torch.tensor([0, 20]),  # two rows are not packed
+    "pooled": lambda t: t[..., 1:],
+    "means": lambda t: t.double(),
+    "grad": lambda t: t[:1],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_pooling_stays_within_its_memory(what):
+    """What no caller of this package passes."""
+    names = ("grad", "pooled", "means", "query", "key", "value", "keys", "starts")
+    tensors = [rest_of(2, HEADS, 8), rest_of(2, HEADS, 8), torch.zeros(2, HEADS, 9), *numbers(2, HEADS, 20, 8)]
+    tensors += [torch.ones(2, 20, dtype=torch.bool), None]
+    tensors[names.index(what)] = WRONG[what](tensors[names.index(what)])
+    with pytest.raises(RuntimeError, match="pool_rest_backward: "):
+        torch.ops.sparsebert.pool_rest_backward(*tensors, 20, 0.3)
+    if names.index(what) > 2:
+        with pytest.raises(RuntimeError, match="pool_rest: "):
+            torch.ops.sparsebert.pool_rest(*tensors[3:], 20, 0.3)
+
+
+def test_pooled_documents_must_be_among_the_tokens():
+    packed = numbers(1, HEADS, 33, 8)
+    torch.ops.sparsebert.pool_rest(*packed, None, torch.tensor([0, 13]), 20, 0.3)
+    for starts in ([0, 14], [-1, 13]):
+        with pytest.raises(RuntimeError, match="a packed sequence is not among the tokens"):
+            torch.ops.sparsebert.pool_rest(*packed, None, torch.tensor(starts), 20, 0.3)
 
 
 def test_opcheck():

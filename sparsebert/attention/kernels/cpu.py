@@ -46,20 +46,21 @@ library.define(
 )
 
 
+_FUNCTIONS = ("csr_attention", "csr_attention_backward", "pool_rest", "pool_rest_backward")
 # `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
 # fields of a `ctypes.Structure` would take as long as a short attention.
 _pack = struct.Struct("=28q9q18q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
-def _rows(tensor):
+def empty_rows(tensor):
     """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
     _, heads, rows, size = tensor.shape
     # Not a view, of which autograd would refuse changes in place.
     return tensor.new_empty_strided(tensor.shape, (rows * heads * size, size, heads * size, 1))
 
 
-def _fits(tensor, dtype, shape):
+def fits(tensor, dtype, shape):
     """Whether `tensor` is `None` or can be read as a plain array of that shape."""
     return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
@@ -71,56 +72,71 @@ def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts
     """
     *flags, longest, dropout, scale = options
     causal, block, window = flags[3], flags[4], flags[7]
-    query, key, value, output = arrays[:4]
-    shape, dtype = query.shape, query.dtype
-    rows, heads, tokens, head_size = shape
-    batch, num_queries, num_keys = rows, tokens, key.shape[2]
-    if starts is not None:
-        batch, num_queries, num_keys = len(starts), longest, longest
-    key_shape = (rows, heads, tokens if starts is not None else num_keys, head_size)
-    if not (
-        batch
-        and 0 < num_queries <= num_keys
-        and 0 < head_size <= MAX_HEAD_SIZE
-        and key.shape == value.shape == key_shape
-        and output.shape == shape
-        and key.dtype == value.dtype == output.dtype == dtype
-        and dtype in DTYPES
-    ):
-        got = ", ".join(f"{array.dtype} {tuple(array.shape)}" for array in arrays[:4])
-        raise RuntimeError(f"{function}: query, key, value and output (or its gradient) do not fit: {got}")
+    output = arrays[3]
+    sizes = checked_sizes(function, *arrays[:3], padding, starts, longest)
+    batch, heads, _, num_keys, head_size = sizes
+    if output.shape != arrays[0].shape or output.dtype != arrays[0].dtype:
+        raise RuntimeError(
+            f"{function}: the output or its gradient does not fit: {output.dtype} {tuple(output.shape)}"
+        )
     table = begin.shape
     if not (
         len(table) == 2
         and table[0] == heads
         and (table[1] == 1 if block else table[1] >= num_keys)
-        and _fits(begin, torch.int32, table)
-        and _fits(end, torch.int32, table)
-        and _fits(columns, torch.int32 if block else torch.uint16, (columns.numel(),))
+        and fits(begin, torch.int32, table)
+        and fits(end, torch.int32, table)
+        and fits(columns, torch.int32 if block else torch.uint16, (columns.numel(),))
     ):
         raise RuntimeError(f"{function}: the mask {tuple(table)} does not go with {heads} heads and {num_keys} keys")
+    if not fits(last, torch.int32, (batch,)):
+        raise RuntimeError(f"{function}: last must have a row for each of {batch} sequences")
+    rest_shape = (batch, heads, 2 * head_size + 1)
+    if rest is not None and (causal or window >= 0 or not fits(rest, torch.float32, rest_shape)):
+        raise RuntimeError(f"{function}: rest must be float32 of shape {rest_shape}, without causality or window")
+    pointers = (begin, end, columns, padding, last, starts, rest, grad_rest)
+    call(function, arrays, pointers, table[1], sizes, (seed.item(), *flags, dropout, scale))
+
+
+def checked_sizes(function, query, key, value, padding, starts, longest):
+    """B, H, n, m and d of a call, after a check of its states, padding and starts."""
+    rows, heads, tokens, head_size = query.shape
+    batch, num_queries, num_keys = rows, tokens, key.shape[2]
+    if starts is not None:
+        batch, num_queries, num_keys = len(starts), longest, longest
     if not (
-        _fits(padding, torch.bool, (batch, num_keys))
-        and _fits(last, torch.int32, (batch,))
-        and _fits(starts, torch.int64, (batch,))
+        batch
+        and 0 < num_queries <= num_keys
+        and 0 < head_size <= MAX_HEAD_SIZE
+        and key.shape == value.shape == (rows, heads, tokens if starts is not None else num_keys, head_size)
+        and key.dtype == value.dtype == query.dtype
+        and query.dtype in DTYPES
+    ):
+        got = ", ".join(f"{array.dtype} {tuple(array.shape)}" for array in (query, key, value))
+        raise RuntimeError(f"{function}: query, key and value do not fit: {got}")
+    if not (
+        fits(padding, torch.bool, (batch, num_keys))
+        and fits(starts, torch.int64, (batch,))
         and (starts is None or rows == 1)
     ):
-        raise RuntimeError(f"{function}: padding, last and starts must have a row for each of {batch} sequences")
-    rest_shape = (batch, heads, 2 * head_size + 1)
-    if rest is not None and (causal or window >= 0 or not _fits(rest, torch.float32, rest_shape)):
-        raise RuntimeError(f"{function}: rest must be float32 of shape {rest_shape}, without causality or window")
+        raise RuntimeError(f"{function}: padding and starts must have a row for each of {batch} sequences")
+    return batch, heads, num_queries, num_keys, head_size
+
+
+def call(function, arrays, pointers, mask_rows, sizes, options):
+    """Call a function of the compiled library on what has been checked."""
     # Copies must live until the call has ended.
-    arrays = [array if array.stride(3) == 1 or head_size == 1 else array.contiguous() for array in arrays]
+    arrays = [array if array.stride(-1) == 1 or array.shape[-1] == 1 else array.contiguous() for array in arrays]
     places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
     operator, loops = _operator()
     parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
+    query = arrays[0]
     error = operator[function](
         _pack(
             *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
-            *(0 if each is None else each.data_ptr() for each in (begin, end, columns, padding, last, starts, rest)),
-            0 if grad_rest is None else grad_rest.data_ptr(),
-            *(parallel_for, table[1], batch, heads, num_queries, num_keys, head_size, tokens, DTYPES.index(dtype)),
-            *(torch.get_num_threads(), seed.item(), *flags, dropout, scale),
+            *(0 if each is None else each.data_ptr() for each in pointers),
+            *(parallel_for, mask_rows, *sizes, query.shape[2], DTYPES.index(query.dtype), torch.get_num_threads()),
+            *options,
         )
     )
     if error is not None:
@@ -128,7 +144,7 @@ def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts
 
 
 def _forward(query, key, value, *mask):
-    output = _rows(query)
+    output = empty_rows(query)
     _run("csr_attention", (query, key, value, output), None, *mask)
     return output
 
@@ -145,14 +161,19 @@ library.impl("csr_attention_backward", _backward, "CPU")
 
 @torch.library.register_fake("sparsebert::csr_attention", lib=library)
 def _forward_shape(query, key, value, *mask):
-    return _rows(query)
+    return empty_rows(query)
 
 
 @torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
 def _backward_shapes(grad, query, key, value, *mask):
     rest = mask[6]
     # An operator returns no `None`.
-    return _rows(query), _rows(key), _rows(value), query.new_empty(0) if rest is None else torch.zeros_like(rest)
+    return (
+        empty_rows(query),
+        empty_rows(key),
+        empty_rows(value),
+        query.new_empty(0) if rest is None else torch.zeros_like(rest),
+    )
 
 
 def _remember(ctx, inputs, output):
@@ -249,7 +270,7 @@ def _is_only_ours(path):
 def _operator():
     """The functions of the compiled operator by name, and addresses of the loops over threads for them to call."""
     loaded = load_library(find_level())
-    functions = {name: getattr(loaded, name) for name in ("csr_attention", "csr_attention_backward")}
+    functions = {name: getattr(loaded, name) for name in _FUNCTIONS}
     for function in functions.values():
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
     loops = {"torch_parallel_for": ctypes.CDLL(str(torch._C.__file__)), "sleeping_parallel_for": loaded}
@@ -311,9 +332,6 @@ def csr_backend(
     """A C++ operator on CPU that only visits the live entries of the mask."""
     mask, documents = inputs.sparse_mask, inputs.documents
     assert mask is not None
-    rest = inputs.rest[0]
-    if rest is not None:
-        rest = torch.cat([rest.key, rest.value, rest.score[..., None]], -1)  # (B, H, 2 d + 1)
     seed = torch.zeros(1, dtype=torch.int64, device="cpu")
     if dropout:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
@@ -325,7 +343,7 @@ def csr_backend(
         None if inputs.padding is None else inputs.padding.contiguous(),
         per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
         None if documents is None else documents.starts,
-        rest,
+        inputs.rest[0],
         seed,
         mask.special_tokens != "none",
         mask.special_rows,

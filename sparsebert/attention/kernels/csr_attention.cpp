@@ -13,89 +13,11 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "rest.h"
 #include "sleeping_threads.h"
 #include "toeplitz.h"
 
 namespace {
-
-template <int D>
-inline void read_vecs(const float* from, Vec* to) {
-  for (int64_t c = 0; c < D / W; ++c) to[c] = load(from + c * W);
-}
-
-// The products of a query with four rows, as sum_lanes returns them.
-template <int D>
-inline Vec four_products(const Vec* q, const float* rows, const int32_t* keys) {
-  const float *a = rows + keys[0] * D, *b = rows + keys[1] * D, *c = rows + keys[2] * D, *d = rows + keys[3] * D;
-  Vec x = q[0] * load(a), y = q[0] * load(b), z = q[0] * load(c), w = q[0] * load(d);
-#pragma GCC unroll 64
-  for (int64_t i = 1; i < D / W; ++i) {
-    x += q[i] * load(a + i * W);
-    y += q[i] * load(b + i * W);
-    z += q[i] * load(c + i * W);
-    w += q[i] * load(d + i * W);
-  }
-  return sum_lanes(x, y, z, w);
-}
-
-// scores[t] = q . rows[keys[t]], and W times `beyond` from scores[count] on: here, long before they are read, since a
-// vector that was stored in pieces a moment ago is slow to load.
-template <int D>
-inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float beyond, float* scores) {
-  Vec q[D / W];
-  read_vecs<D>(query, q);
-  int64_t t = 0;
-  for (; t + W <= count; t += W) {
-    Vec part[W / 4];
-#pragma GCC unroll 4
-    for (int64_t g = 0; g < W / 4; ++g) part[g] = four_products<D>(q, rows, keys + t + 4 * g);
-    store(scores + t, sum_across(part));
-  }
-  for (; t < count; t += 4) store_sums(scores + t, four_products<D>(q, rows, keys + t));
-  store(scores + count, broadcast(beyond));
-}
-
-// sum += sum_t weights[t] * rows[keys[t]]
-template <int D>
-inline void accumulate(const float* weights, const float* rows, const int32_t* keys, int64_t count, float* sum) {
-  // Eight sums at a time: enough to hide the latency of an addition, few enough for 16 registers.
-  constexpr int64_t C = std::min<int64_t>(D / W, 8), ways = 8 / C;
-  for (int64_t first = 0; first < D; first += C * W) {
-    Vec sums[ways][C] = {};
-#pragma GCC unroll 8
-    for (int64_t c = 0; c < C; ++c) sums[0][c] = load(sum + first + c * W);
-    auto add = [&](int64_t t, Vec* to) {
-      const float* row = rows + keys[t] * D + first;
-      const Vec weight = broadcast(weights[t]);
-#pragma GCC unroll 8
-      for (int64_t c = 0; c < C; ++c) to[c] += weight * load(row + c * W);
-    };
-    int64_t t = 0;
-    for (; t + ways <= count; t += ways) {
-#pragma GCC unroll 8
-      for (int64_t way = 0; way < ways; ++way) add(t + way, sums[way]);
-    }
-    for (; t < count; ++t) add(t, sums[0]);
-#pragma GCC unroll 8
-    for (int64_t c = 0; c < C; ++c) {
-      for (int64_t way = 1; way < ways; ++way) sums[0][c] += sums[way][c];
-      store(sum + first + c * W, sums[0][c]);
-    }
-  }
-}
-
-// rows[keys[t]] += weights[t] * q
-template <int D>
-inline void scatter(const float* weights, const float* query, const int32_t* keys, int64_t count, float* rows) {
-  Vec q[D / W];
-  read_vecs<D>(query, q);
-  for (int64_t t = 0; t < count; ++t) {
-    float* to = rows + keys[t] * D;
-    const Vec weight = broadcast(weights[t]);
-#pragma GCC unroll 16
-    for (int64_t c = 0; c < D / W; ++c) store(to + c * W, load(to + c * W) + weight * q[c]);
-  }
-}
 
 // Sets row m of each of a task's heads to the key of the rest, or its value, which is d numbers behind.
 template <int D>
@@ -296,6 +218,11 @@ void for_head_size(int64_t d, Function&& function) {
   else function(std::integral_constant<int, 256>{});
 }
 
+void check_place(const Arguments& a, int64_t b, int64_t length) {
+  if (a.starts[b] < 0 || a.starts[b] + length > a.tokens)
+    throw std::out_of_range("a packed sequence is not among the tokens");
+}
+
 Problem problem(const Arguments& a, int64_t buffers) {
   Mask mask{a.begin, a.end, a.block ? nullptr : static_cast<const uint16_t*>(a.columns),
             a.block ? static_cast<const int32_t*>(a.columns) : nullptr, a.block, a.known, a.padding, a.last, a.mask_rows,
@@ -314,8 +241,7 @@ Problem problem(const Arguments& a, int64_t buffers) {
   std::vector<int64_t> lengths(a.starts ? a.B : 0);
   for (size_t b = 0; b < lengths.size(); ++b) {
     lengths[b] = mask.sequence(b).end_key;
-    if (a.starts[b] < 0 || a.starts[b] + lengths[b] > a.tokens)
-      throw std::out_of_range("a packed sequence is not among the tokens");
+    check_place(a, b, lengths[b]);
   }
   std::vector<float> logs(a.rest ? a.m + 1 : 0);
   for (size_t count = 0; count < logs.size(); ++count) logs[count] = std::log(static_cast<float>(count));
@@ -325,11 +251,23 @@ Problem problem(const Arguments& a, int64_t buffers) {
                  std::move(lengths), a.rest, std::move(logs), a.parallel_for};
 }
 
+Pooling pooling(const Arguments& a) {
+  // At least two tasks per thread. More than four heads would not stay in the first-level cache.
+  const int64_t group = std::max<int64_t>(1, std::min<int64_t>(4, a.B * a.H / (2 * a.threads)));
+  std::vector<int64_t> lengths(a.B, a.m);
+  for (int64_t b = 0; a.starts && b < a.B; ++b) {
+    while (a.padding && lengths[b] > 0 && !a.padding[b * a.m + lengths[b] - 1]) --lengths[b];
+    check_place(a, b, lengths[b]);
+  }
+  return Pooling{Rows(a.query, a), Rows(a.key, a), Rows(a.value, a), a.padding, static_cast<float>(a.scale), a.B, a.H,
+                 a.n, a.m, group, (a.H + group - 1) / group, std::move(lengths), a.parallel_for};
+}
+
 // The rows of a result, (B, H, rows, d) in the memory order (B, rows, H, d). Tokens that belong to no packed sequence
 // are 0.
-Rows results(const Array& array, const Arguments& a, const Problem& p) {
+Rows results(const Array& array, const Arguments& a, const std::vector<int64_t>& lengths) {
   const Rows rows(array, a);
-  if (p.starts && std::accumulate(p.lengths.begin(), p.lengths.end(), int64_t{0}) < a.tokens)
+  if (a.starts && std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) < a.tokens)
     std::memset(array.data, 0, a.tokens * a.H * a.d * rows.itemsize);
   return rows;
 }
@@ -366,7 +304,7 @@ EXPORTED const char* csr_attention(const Arguments* arguments) {
   num_threads = a.threads;
   return message([&] {
     const auto p = problem(a, 2);
-    const auto output = results(a.output, a, p);
+    const auto output = results(a.output, a, p.lengths);
     const bool toeplitz = is_toeplitz(p);
 #if defined(__AVX512BF16__)
     if (toeplitz && a.dtype == BFLOAT16 && a.scale > 0)
@@ -387,7 +325,31 @@ EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
   return message([&] {
     const auto p = problem(a, 4);
     const Rows grad(a.output, a);
-    const auto dq = results(a.grad_query, a, p), dk = results(a.grad_key, a, p), dv = results(a.grad_value, a, p);
+    const auto& lengths = p.lengths;
+    const auto dq = results(a.grad_query, a, lengths), dk = results(a.grad_key, a, lengths),
+               dv = results(a.grad_value, a, lengths);
     for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv, a.grad_rest); });
+  });
+}
+
+EXPORTED const char* pool_rest(const Arguments* arguments) {
+  const auto& a = *arguments;
+  num_threads = a.threads;
+  return message([&] {
+    const auto p = pooling(a);
+    for_head_size(a.d, [&](auto D) { pool<D>(p, a.grad_rest, reinterpret_cast<float*>(a.output.data)); });
+  });
+}
+
+EXPORTED const char* pool_rest_backward(const Arguments* arguments) {
+  const auto& a = *arguments;
+  num_threads = a.threads;
+  return message([&] {
+    const auto p = pooling(a);
+    const auto dq = results(a.grad_query, a, p.lengths), dk = results(a.grad_key, a, p.lengths),
+               dv = results(a.grad_value, a, p.lengths);
+    for_head_size(a.d, [&](auto D) {
+      pool_backward<D>(p, a.grad_rest, a.rest, reinterpret_cast<const float*>(a.output.data), dq, dk, dv);
+    });
   });
 }

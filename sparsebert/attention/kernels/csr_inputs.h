@@ -40,7 +40,9 @@ struct Rows {
         for (int64_t c = 0; c < d; ++c) out[c] = p[c] * factor;
     } else {
       auto p = reinterpret_cast<const uint16_t*>(from);
-      if (dtype == BFLOAT16)
+      if (dtype == BFLOAT16 && d == D)
+        for (int64_t c = 0; c < D; ++c) out[c] = from_bfloat16(p[c]) * factor;
+      else if (dtype == BFLOAT16)
         for (int64_t c = 0; c < d; ++c) out[c] = from_bfloat16(p[c]) * factor;
       else
         for (int64_t c = 0; c < d; ++c) out[c] = from_float16(p[c]) * factor;

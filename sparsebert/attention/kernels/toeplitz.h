@@ -11,32 +11,10 @@
 
 #pragma once
 
-#include <limits>
 #include <numeric>
 
+#include "listed_rows.h"
 #include "problem.h"
-
-constexpr float LOW = -std::numeric_limits<float>::infinity();
-
-// Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the
-// next multiple of W, which are LOW, become 0.
-inline Vec softmax_numerators(float* scores, int64_t count) {
-  Vec high = broadcast(LOW);
-  for (int64_t t = 0; t < count; t += W) {
-    Vec x = load(scores + t);
-    high = x > high ? x : high;
-  }
-  const Vec max = max_of(high), none = broadcast(LOW);
-  Vec total = {};
-  for (int64_t t = 0; t < count; t += W) {
-    Vec x = load(scores + t);
-    Vec p = exponential(x - max);
-    p = x == none ? Vec{} : p;
-    total += p;
-    store(scores + t, p);
-  }
-  return sum_of(total);
-}
 
 // Transposes rows i to i + count - 1 of a head, at most W: a row of `to` is a channel's. Rows that `skipped` tells of
 // are read as 0.
