@@ -40,12 +40,13 @@ class Rest(NamedTuple):
     score: torch.Tensor
 
 
-def rest_fields(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The fields of [`MaskInputs`] about the rest of a frozen mask."""
+def rest_fields(mask: Any, inputs: MaskInputs) -> dict[str, Any]:
+    """The fields of [`MaskInputs`] about the rest of a [`SparseMask`], or of a search, which has no bias yet."""
     if mask.rest == "none":
         return {}
-    keys = keys_of_rest(inputs, mask.special_tokens, mask.last_token)
-    return {"rest": rest_biases(mask, inputs.device), "rest_keys": keys}
+    frozen, device = isinstance(mask, SparseMask), inputs.device
+    biases = rest_biases(mask, device) if frozen else (torch.zeros(mask.num_heads, device=device),)
+    return {"rest": biases, "rest_keys": keys_of_rest(inputs, mask.special_tokens, mask.last_token)}
 
 
 def keys_of_rest(inputs: MaskInputs, special_tokens: str, last_token: str) -> torch.Tensor | None:

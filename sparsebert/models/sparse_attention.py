@@ -19,7 +19,7 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
-from ..attention.rest import check_rest, keys_of_rest, rest_fields
+from ..attention.rest import check_rest, rest_fields
 from ..attention.windows import local_inputs
 from ..learning.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..learning.learned_mask import LearnedMask
@@ -336,7 +336,7 @@ class SparseAttention(Float32Module):
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not carrier.one_layer else 0
         inputs = replace(inputs, dropout_layers=seeded, documents=documents)
-        inputs = replace(inputs, **self._rest_fields(mask, inputs))
+        inputs = replace(inputs, **rest_fields(mask if learned is None else learned.search, inputs))
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
@@ -355,16 +355,6 @@ class SparseAttention(Float32Module):
             return inputs
         local = local_inputs(inputs, carrier.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=carrier.local_layers)
-
-    def _rest_fields(self, mask: SparseMask | None, inputs: MaskInputs) -> dict[str, Any]:
-        """The fields of the inputs about the rest of the frozen mask, or of one that is being learned."""
-        if mask is not None:
-            return rest_fields(mask, inputs)
-        assert self.search is not None
-        if self.search.rest == "none":
-            return {}
-        keys = keys_of_rest(inputs, self.search.special_tokens, self.search.last_token)
-        return {"rest": (torch.zeros(self.carrier.num_heads, device=inputs.device),), "rest_keys": keys}
 
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""
