@@ -18,15 +18,16 @@ INDENT = 34
 # Where the package has what a field accepts, by the field's name.
 CHOICES = {
     "attn_implementation": "attention.choosing.choice.ATTENTION_NAMES",
-    "diagonal": "masks.sparse_mask.DIAGONALS",
+    "diagonal": "masks.mask_tensors.DIAGONALS",
     "head_configuration": "masks.patterns.HEAD_CONFIGURATIONS",
-    "last_token": "masks.sparse_mask.LAST_TOKENS",
+    "last_token": "masks.mask_tensors.LAST_TOKENS",
     "length_policy": "masks.expansion.LENGTH_POLICIES",
     "mask_form": "learning.mask_description.MASK_FORMS",
     "method": "models.lengthening.METHODS",
     "objective": "training.searching.objectives.OBJECTIVES",
     "pattern": "masks.patterns.PATTERNS",
     "probability_map": "attention.probability_maps.PROBABILITY_MAPS",
+    "rest": "masks.mask_tensors.RESTS",
     "search": "learning.searches.SEARCHES",
     "sparsity_scope": "learning.selection.SCOPES",
     "special_tokens": "masks.expansion.SPECIAL_TOKENS",

@@ -1,5 +1,5 @@
 """
-Fine-tune a model on a task and evaluate it: through its frozen mask, through another mask (`--mask`), or dense.
+Fine-tune and evaluate a model: through its frozen mask, another mask (`--mask`), or dense.
 
 Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--sweep`), one task or all of GLUE
 (`--all`). Writes to `output_dir` the model with its mask, the tokenizer, predictions, `metrics.json`, `results.md`

@@ -182,8 +182,9 @@ def _remember(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad):
-    *gradients, grad_rest = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
-    *others, rest, _ = ctx.saved_tensors[3:]
+    saved = ctx.saved_tensors  # activation checkpointing lets them be read once only
+    *gradients, grad_rest = torch.ops.sparsebert.csr_attention_backward(grad, *saved, *ctx.options)
+    *others, rest, _ = saved[3:]
     return *gradients, *[None] * len(others), None if rest is None else grad_rest, *[None] * (1 + len(ctx.options))
 
 
