@@ -107,7 +107,9 @@ def die_at(number, folder):
 
 
 def _command(words, errors):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
+    # Tests in the background, or under nohup, inherit that these are ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _to_files([os.devnull, errors])
     sys.exit(main(words))
 
