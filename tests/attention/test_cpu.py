@@ -553,6 +553,15 @@ def test_packed_sequences_must_be_among_the_tokens():
             torch.ops.sparsebert.csr_attention(*packed, *operator_arguments(starts=torch.tensor(starts)))
 
 
+def padded_copies(tensors, padding, places):
+    """Sequences that lie at some places of one row, as a padded batch of two."""
+    padded = [torch.zeros(2, HEADS, padding.shape[1], 8) for _ in tensors]
+    for given, batch in zip(tensors, padded, strict=True):
+        for row, place in enumerate(places):
+            batch[row, :, padding[row]] = given[0, :, place]
+    return padded
+
+
 @pytest.mark.parametrize("number", [1, 7])
 def test_packed_sequences_get_what_they_get_alone(number):
     """Long enough for the rows of a head to be split over threads. Tokens between them get nothing."""
@@ -562,10 +571,7 @@ def test_packed_sequences_get_what_they_get_alone(number):
     padding, together = apart[3], list(apart)
     together[5] = torch.tensor([place.start for place in places])
     tensors = numbers(1, HEADS, 320, 8, count=4)
-    padded = [torch.zeros(2, HEADS, 300, 8) for _ in tensors]
-    for given, batch in zip(tensors, padded, strict=True):
-        for row, place in enumerate(places):
-            batch[row, :, padding[row]] = given[0, :, place]
+    padded = padded_copies(tensors, padding, places)
     results = []
     for (*leaves, grad), arguments in ((tensors, together), (padded, apart)):
         leaves = [leaf.requires_grad_() for leaf in leaves]

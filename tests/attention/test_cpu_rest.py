@@ -7,7 +7,7 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 import pytest
 import torch
 from test_attention import kept
-from test_cpu import (  # noqa: F401
+from test_cpu import (  # noqa: F401, padded_copies
     HEADS,
     every_level,
     loaded,
@@ -275,10 +275,7 @@ def test_packed_sequences_get_what_they_get_alone(number):
     padding, rest = apart[3], rest_of(2, HEADS, 8)
     starts = torch.tensor([place.start for place in places])
     tensors = numbers(1, HEADS, 320, 8, count=4)
-    padded = [torch.zeros(2, HEADS, 300, 8) for _ in tensors]
-    for given, batch in zip(tensors, padded, strict=True):
-        for row, place in enumerate(places):
-            batch[row, :, padding[row]] = given[0, :, place]
+    padded = padded_copies(tensors, padding, places)
     results = []
     for states, where in ((tensors, starts), (padded, None)):
 

@@ -153,6 +153,10 @@ def test_what_the_front_page_says_of_quality():
     assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
     scores = [means(mask, "spearman", "{:.1%}", (128,))[0].rstrip("%") for mask in ("dam_s", "attention")]
     assert "the learned mask has {}, that other mask {}.".format(*scores) in text
+    cells = _cells(REPRODUCED / "rest/minilm_tiny.json")
+    said = "the learned mask reaches {:.3f} and {:.3f} at 128 and 512 tokens, a window {:.3f} and {:.3f} ([one seed]"
+    found = (cells[f"{mask}_{n}_0.9_seed_0"]["metrics"]["cosine"] for mask in ("dam_s", "window") for n in (128, 512))
+    assert said.format(*found) in text
 
 
 def test_what_the_front_page_says_of_tasks():

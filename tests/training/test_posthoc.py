@@ -452,10 +452,13 @@ class Killed(BaseException):
 
 # What is searched, with the steps before which a run is killed: of the search, and 100 later of the recovery.
 KILLED = [
-    ({"recover": 8, "recover_from": 0.3, "train": "norms", "noise_scale": 1.0, "hard": False}, (3, 102, 107)),
+    (
+        {"recover": 8, "recover_from": 0.3, "train": "norms", "noise_scale": 1.0, "hard": False, "rest": "mean"},
+        (3, 102, 107),
+    ),
     ({"sparsity_scope": "head", "steps": 4, "recover": 0}, (3,)),
     ({"steps": 0, "recover": 5, "recover_objective": "tokens"}, (103,)),
-    ({"mask": "random", "recover": 5, "bf16": True}, (104,)),
+    ({"mask": "random", "recover": 5, "bf16": True, "rest": "mean"}, (104,)),
 ]
 
 

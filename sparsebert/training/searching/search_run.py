@@ -111,7 +111,7 @@ def _search(
         masks |= matched_patterns(
             mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
         )
-    # The weights are still those of the dense model.
+    # The weights are still those of the dense model, but for normalization layers that were trained with the mask.
     dense, own = carrier(model), LEARNED if given is None else GIVEN
     masks = {
         name: calibrated(model, dense, each.replace(rest=mask.rest), source.start(options.sizes[1], options.seed))
@@ -259,7 +259,7 @@ def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps
     for stage in range(GROWTH_STAGES):
         done = stage / GROWTH_STAGES
         sparsity = scheduled(done, 0.0, 1.0, initial, last.sparsity).item()
-        masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity)
+        masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity).replace(rest_bias=last.rest_bias)
     return masks | {round(ends): last}
 
 
