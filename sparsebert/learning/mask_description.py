@@ -347,8 +347,6 @@ def with_changes(
     changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token}
     changes |= {"rest": rest, "special_rows": special_rows}
     changes = {name: value for name, value in changes.items() if value is not None}
-    if rest == "none":
-        changes["rest_bias"] = None
     if diagonal is not None:
         check_choice("diagonal", diagonal, tuple(DIAGONALS))
         changes["diagonal"] = DIAGONALS[diagonal]

@@ -300,7 +300,9 @@ class SparseMask:
         return self.replace(diagonal=False)
 
     def replace(self, **changes: Any) -> "SparseMask":
-        """A copy with some constructor arguments changed."""
+        """A copy with some constructor arguments changed. Without a rest it has no bias of it either."""
+        if changes.get("rest") == "none":
+            changes = {"rest_bias": None} | changes
         return SparseMask(**{name: getattr(self, name) for name in (*_TENSORS, *_FIELDS, "metadata")} | changes)
 
     def description(self) -> dict[str, Any]:

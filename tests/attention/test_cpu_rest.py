@@ -7,13 +7,14 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 import pytest
 import torch
 from test_attention import kept
-from test_cpu import (  # noqa: F401, padded_copies
+from test_cpu import (  # noqa: F401
     HEADS,
     every_level,
     loaded,
     numbers,
     operator,
     operator_arguments,
+    padded_copies,
     skip_without,
     threads,
 )

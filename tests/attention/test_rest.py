@@ -147,6 +147,7 @@ def test_model_is_saved_and_loaded_with_its_rest(tmp_path):
     again = load(tmp_path / "one")
     assert again.sparse_attention.mask.rest_biases().equal(bias)
     assert again(ids, attention_mask=real).last_hidden_state.equal(states)
+    assert again.sparse_attention.mask.replace(rest="none").rest_bias is None
     again.save_pretrained(tmp_path / "two")
     for name in ("mask_config.json", "mask.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
