@@ -30,4 +30,10 @@ def check_masks(cell: dict[str, Any]) -> None:
     for name in cell["controls"]:
         check_choice("controls", name, tuple(VARIED))
     check_folder(located(cell["model"]), "model")
-    check_search(cell["model"], cell["max_length"], search=cell["search"], target_sparsity=cell["sparsity"])
+    check_search(
+        cell["model"],
+        cell["max_length"],
+        search=cell["search"],
+        target_sparsity=cell["sparsity"],
+        rest=cell.get("rest", "none"),
+    )

@@ -58,7 +58,7 @@ class MiniLMStudy:
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
         learning_rate, recover_learning_rate, objective, recover_objective, recover_from, bf16: See
             [`PostHocArguments`].
-        share_layers, sparsity_scope, hard, rest: See [`SparseBertConfig`].
+        share_layers, sparsity_scope, hard, symmetric, special_rows, rest: See [`SparseBertConfig`].
     """
 
     model: str = PACKAGE
@@ -86,14 +86,16 @@ class MiniLMStudy:
     share_layers: bool = False
     sparsity_scope: str = "global"
     hard: bool = True
+    symmetric: bool = True
+    special_rows: bool = True
     rest: str = "none"
 
 
 # Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
 SEARCH_FIELDS = ("steps", "learning_rate", "objective", "sparsity_scope", "hard")
-LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
+LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers", "symmetric", "special_rows")
 # Those of them that say what the mask is, not how it is found.
-MODEL_FIELDS = ("share_layers", "sparsity_scope", "hard")
+MODEL_FIELDS = ("share_layers", "sparsity_scope", "hard", "symmetric", "special_rows")
 
 
 def _cells(settings):

@@ -38,6 +38,10 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
     "vertical_slash": {"mask": "vertical_slash"},
+    "no_rest": {"rest": "none"},
+    "signed": {"symmetric": False},
+    "special_columns": {"special_rows": False},
+    "signed_special_columns": {"symmetric": False, "special_rows": False},
 }
 # Settings of the recovery; `bf16` applies to the search as well.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {

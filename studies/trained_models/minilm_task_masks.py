@@ -44,6 +44,7 @@ class MiniLMTaskMasks:
         recover (`int`): Steps that adapt the weights to a mask, on the same inputs; 0 leaves them as they are.
         controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
+        rest (`str`): See [`SparseBertConfig`]; it concerns every mask.
     """
 
     model: str = PACKAGE
@@ -62,6 +63,7 @@ class MiniLMTaskMasks:
     recover: int = 300
     controls: list[str] = field(default_factory=lambda: ["window"])
     bf16: bool = False
+    rest: str = "none"
 
 
 def _cells(settings):
@@ -87,7 +89,7 @@ def _run(cell, folder):
     names = ("task", "data", "max_length", "batch_size", "recover", "bf16", "seed")
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
-    target = {"target_sparsity": cell["sparsity"]}
+    target = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
     searched = {"data": data | {"steps": cell["steps"]}, "model": target | {"search": cell["search"]}}
     found = search_post_hoc(searched)
     metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
