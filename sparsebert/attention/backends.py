@@ -11,10 +11,9 @@ import torch
 
 from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
-from .kernels import cpu, flex, triton, triton_limits
+from .kernels import cpu, flex, sdpa, triton, triton_limits
 from .kernels.cpu_rest import pooled_rest_on_cpu
 from .kernels.eager import eager_attention
-from .kernels.sdpa import sdpa_attention
 from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
 from .padded_tokens import clear_output, clear_padding
@@ -27,7 +26,7 @@ BACKENDS: dict[str, Backend] = {
         eager_attention, prepare_bias, supports=frozenset(WANTED), probability_maps=tuple(PROBABILITY_MAPS)
     ),
     "sparse_sdpa": Backend(
-        sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "rest", "window"})
+        sdpa.sdpa_attention, sdpa.prepare, supports=frozenset({"additive", "export", "learned", "rest", "window"})
     ),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"rest", "window"}), raw=True),
     "sparse_triton": Backend(

@@ -128,9 +128,8 @@ def sparse_dot_product_attention(
     request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
     needs = frozenset(["export"] * exported + ["rest"] * (mask.rest != "none"))
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
-    inputs = MaskInputs(
-        name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
-    )
+    where = (num_queries, num_keys, query.device)
+    inputs = MaskInputs(name, *where, mask, padding, is_causal, probability_map=maps(num_keys), dtype=dtype)
     inputs = prepared(replace(inputs, **rest_fields(mask, inputs))).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from ..masks.sparse_mask import SparseMask
-from .biases.bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
+from .biases.bias_entries import (
+    REMOVED,
+    REMOVED_BELOW,
+    additive_4d,
+    first_real,
+    last_real,
+    token_entries,
+    with_sequences,
+)
 from .biases.offset_biases import OffsetBias
 from .packed_batches import DocumentSpans
 
@@ -33,12 +41,15 @@ class MaskInputs:
         num_queries (`int`): n.
         num_keys (`int`): m.
         device (`torch.device`): Device of the activations.
+        dtype (`torch.dtype`): Dtype in which attention computes.
         sparse_mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
         causal (`bool`): Whether keys j > query i are removed.
         window (`int`, *optional*): Keys farther than this from the query are removed.
         bias (`tuple` of `torch.Tensor`): Added to the scores, `(B or 1, H or 1, n, m)`, padding and causality
-            included.
+            included. With `by_sequence` the bool masks `(1, H, n, m)` that [`~MaskInputs.for_layer`] makes it of.
+        by_sequence (`tuple` of `torch.Tensor`, *optional*): Which entries of a bias depend on the sequence, bool `(B,
+            1, n, m)`, and their values, in the dtype of the bias.
         live (`tuple` of `torch.Tensor`): Bool `(B or 1, H or 1, n, 1)`, False where a query has no key, so that its
             output must be 0. `None` when every query has one.
         gate (`tuple` of `torch.Tensor`): Factor of the probabilities, for multiplicative masks.
@@ -81,6 +92,7 @@ class MaskInputs:
     causal: bool = False
     window: int | None = None
     bias: tuple[torch.Tensor | None, ...] = (None,)
+    by_sequence: tuple[torch.Tensor, torch.Tensor] | None = None
     live: tuple[torch.Tensor | None, ...] = (None,)
     gate: tuple[torch.Tensor | None, ...] = (None,)
     compiled: tuple[Any, ...] = (None,)
@@ -97,6 +109,7 @@ class MaskInputs:
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
+    dtype: torch.dtype = torch.float32
     reached: set[int] = field(init=False, default_factory=set)
     moved: dict[torch.device, "MaskInputs"] = field(init=False, default_factory=dict)
 
@@ -123,6 +136,9 @@ class MaskInputs:
 
         bias, live, compiled, learned = own(self.bias), own(self.live), own(self.compiled), own(self.learned)
         rest = own(self.rest)
+        if self.by_sequence is not None:
+            assert bias[0] is not None
+            bias, live = ((each,) for each in with_sequences(bias[0], *self.by_sequence))
         if attention_mask is not None and attention_mask.dim() == 4:
             if rest[0] is not None:
                 raise ValueError(
@@ -145,6 +161,7 @@ class MaskInputs:
         return replace(
             self,
             bias=bias,
+            by_sequence=None,
             live=live,
             gate=own(self.gate),
             compiled=compiled,

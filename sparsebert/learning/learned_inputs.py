@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..attention.biases.bias_entries import MAX_MASK_CONSTANT, kept_entries, set_entries
+from ..attention.biases.bias_entries import MAX_MASK_CONSTANT, kept_entries, set_entries, with_sequences
 from ..attention.biases.mask_biases import (
-    bias_and_live,
     causal_entries,
     fix_entries,
     real_tokens,
+    sequence_entries,
     special_of_batch,
     with_cuts,
 )
@@ -103,15 +103,15 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
     keep = search.expand(learned.kept.float(), num_keys, off=0.0, on=1.0)[:, None, :, first_row:] > 0
     if inputs.causal:
         keep = keep & causal_entries(inputs)
-    prepared = bias_and_live(keep, inputs, search, search.fixed_diagonal)
+    fixed = sequence_entries(inputs, search, search.fixed_diagonal)
+    biases, live = zip(*(with_sequences(layer, *fixed) for layer in keep.unbind(0)), strict=True)
     if not training:
-        return prepared
+        return {"bias": biases, "live": live}
     probs = torch.sigmoid(learned.alpha() / learned.temperature())
     bias = search.zeros(probs, num_keys)[:, None]
     special = special_of_batch(inputs, search)
     bias = set_entries(bias[..., first_row:, :], special, search.fixed_diagonal, on=0.0, off=0.0)
-    biases = tuple(fixed + zeros for fixed, zeros in zip(prepared["bias"], bias.unbind(0), strict=True))
-    return prepared | {"bias": biases}
+    return {"bias": tuple(map(torch.add, biases, bias.unbind(0))), "live": live}
 
 
 def thresholded_inputs(learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:

@@ -7,8 +7,11 @@ import torch
 from conftest import TINY
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
-from sparsebert import SparseBertConfig, SparseBertModel, attach
+from sparsebert import SparseBertConfig, SparseBertModel, SparseMask, attach
+from sparsebert.attention.backends import prepared
+from sparsebert.attention.biases.bias_entries import REMOVED
 from sparsebert.attention.interface import sparse_attention_forward
+from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.packed_batches import packed_documents
 from sparsebert.models.architectures import attention_modules
 
@@ -122,3 +125,25 @@ def test_inputs_that_are_learned_or_packed_keep_their_gradients_and_places():
     documents = packed_documents(positions.expand(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool))
     moved = replace(inputs, documents=documents).on_device(META).documents
     assert moved.starts.is_meta and moved.padding.is_meta and moved.num_tokens == 2 * LENGTH
+
+
+@pytest.mark.parametrize("diagonal", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_under_padding_the_bias_is_made_for_one_layer_at_a_time(dtype, diagonal):
+    """In the dtype of attention, never for all layers and sequences; without padding it is not converted either."""
+    keep = torch.rand(3, 2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask = SparseMask(keep, LENGTH, form="offsets", special_tokens="first_last", diagonal=diagonal)
+    sizes = (LENGTH, LENGTH, torch.device("cpu"), mask)
+    inputs = prepared(MaskInputs("sparse_sdpa", *sizes, PADDING, dtype=dtype))
+    largest = max(each.numel() for each in (*inputs.bias, *inputs.by_sequence))
+    assert largest <= 2 * LENGTH**2  # sequences or heads, not both
+    whole = prepared(MaskInputs("sparse_sdpa", *sizes, dtype=dtype))
+    removed = max(REMOVED, torch.finfo(dtype).min)
+    for layer in range(3):
+        bias, live = inputs.for_layer(layer).bias[0], inputs.for_layer(layer).live[0]
+        assert bias.dtype == whole.for_layer(layer).bias[0].dtype == dtype
+        for sequence, length in enumerate(PADDING.sum(-1).tolist()):
+            expected = torch.full((2, LENGTH, LENGTH), removed, dtype=dtype)
+            expected[:, :length, :length].masked_fill_(mask.to_table(length)[layer], 0)
+            assert torch.equal(bias[sequence], expected)
+            assert torch.equal(live[sequence], (expected == 0).any(-1, keepdim=True))

@@ -20,9 +20,20 @@ REMOVED = -1e9
 REMOVED_BELOW = torch.finfo(torch.float16).min / 4
 
 
-def additive(keep: torch.Tensor) -> torch.Tensor:
-    """A bool mask as a bias: float32, 0 where `keep` is true and `REMOVED` elsewhere."""
-    return torch.zeros_like(keep, dtype=torch.float32).masked_fill_(~keep, REMOVED)
+def additive(keep: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A bool mask as a bias: 0 where `keep` is true, elsewhere `REMOVED` or what comes nearest in this dtype."""
+    # Finite in float16, since a query without a key would otherwise give NaN.
+    removed = max(REMOVED, torch.finfo(dtype).min)
+    return torch.zeros_like(keep, dtype=dtype).masked_fill_(~keep, removed)
+
+
+def with_sequences(keep: torch.Tensor, fixed: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A bool mask `(1, H, n, m)` as a bias `(B, H, n, m)` in which the entries that depend on the sequence, bool `(B or
+    1, 1, n, m)`, have `values` of the same shape; and whether a query has a key, bool `(B, H, n, 1)`.
+    """
+    bias = torch.where(fixed, values, additive(keep, values.dtype))
+    return bias, bias.amax(-1, keepdim=True) > REMOVED_BELOW
 
 
 def additive_4d(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -74,7 +85,7 @@ def kept_entries(keep: torch.Tensor, special: torch.Tensor, diagonal: bool | Non
     keep = keep | special
     if diagonal is None:
         return keep
-    on_diagonal = _diagonal_entries(keep)
+    on_diagonal = diagonal_entries(keep)
     return keep | on_diagonal if diagonal else keep & ~on_diagonal
 
 
@@ -90,10 +101,11 @@ def set_entries(
     values = torch.where(special, kept, values)
     if diagonal is None:
         return values
-    return torch.where(_diagonal_entries(values), kept if diagonal else removed, values)
+    return torch.where(diagonal_entries(values), kept if diagonal else removed, values)
 
 
-def _diagonal_entries(values):
+def diagonal_entries(values: torch.Tensor) -> torch.Tensor:
+    """The entries of values `(..., n, m)` of a query and its own key, bool `(n, m)`."""
     num_queries, num_keys = values.shape[-2:]
     position = torch.arange(num_keys, device=values.device)
     return position[num_keys - num_queries :, None] == position

@@ -14,7 +14,15 @@ from ...masks.expansion import special_entries
 from ...masks.exported import exported_structure, exporting
 from ...masks.sparse_mask import SparseMask
 from ..mask_inputs import MaskInputs
-from .bias_entries import REMOVED, additive, first_real, kept_entries, last_real, set_entries
+from .bias_entries import (
+    REMOVED,
+    additive,
+    diagonal_entries,
+    first_real,
+    last_real,
+    set_entries,
+    with_sequences,
+)
 
 
 class SpecialRules(Protocol):
@@ -25,27 +33,42 @@ class SpecialRules(Protocol):
     special_rows: bool
 
 
-def _additive_form(table):
+def _additive_form(table, dtype=torch.float32):
     live = table.any(-1, keepdim=True)[None]
-    return additive(table)[None], live[:0] if live.all() else live
+    return additive(table, dtype)[None], live[:0] if live.all() else live
+
+
+def _bfloat16_form(table):
+    return _additive_form(table, torch.bfloat16)
+
+
+def _float16_form(table):
+    return _additive_form(table, torch.float16)
+
+
+_ADDITIVE_FORMS = {torch.bfloat16: _bfloat16_form, torch.float16: _float16_form}
 
 
 def _table_form(table):
     return (table,)
 
 
-def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """A frozen mask as a bias, padding and causality included: the fields `bias` and `live` of [`MaskInputs`]."""
+def prepare_bias(mask: SparseMask, inputs: MaskInputs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """
+    A frozen mask as a bias of some dtype, padding and causality included: the fields `bias`, `live` and `by_sequence`
+    of [`MaskInputs`]. Under padding, the bias of all layers and sequences is never made at once.
+    """
     first_row = inputs.num_keys - inputs.num_queries
     if exporting():
         keep = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
         if inputs.causal:
             keep = keep & causal_entries(inputs)
-        return bias_and_live(keep, inputs, mask, mask.diagonal)
+        return _by_layer(keep.unbind(0), inputs, mask, dtype)
+    length = inputs.compiled_length(mask)
     if inputs.padding is None:
         # It is the same for every batch, so it is cached.
-        length = inputs.compiled_length(mask)
-        forms = compiled(mask, _additive_form, length, inputs.causal, inputs.device, special="all")
+        make = _ADDITIVE_FORMS.get(dtype, _additive_form)
+        forms = compiled(mask, make, length, inputs.causal, inputs.device, special="all")
         if first_row or length > inputs.num_keys:
             rows = slice(first_row, inputs.num_keys)
             forms = tuple((bias[:, :, rows, : inputs.num_keys], live[:, :, rows]) for bias, live in forms)
@@ -53,28 +76,40 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
             "bias": tuple(bias for bias, _ in forms),
             "live": tuple(live if len(live) else None for _, live in forms),
         }
-    tables = compiled(mask, _table_form, inputs.compiled_length(mask), inputs.causal, inputs.device)
-    keep = torch.stack([table[:, first_row : inputs.num_keys, : inputs.num_keys] for (table,) in tables])[:, None]
-    return bias_and_live(keep, inputs, mask, mask.diagonal)
+    tables = compiled(mask, _table_form, length, inputs.causal, inputs.device)
+    keep = tuple(table[None, :, first_row : inputs.num_keys, : inputs.num_keys] for (table,) in tables)
+    return _by_layer(keep, inputs, mask, dtype)
 
 
-def bias_and_live(
-    keep: torch.Tensor, inputs: MaskInputs, rules: SpecialRules, diagonal: bool | None
-) -> dict[str, Any]:
+def _by_layer(keep, inputs, mask, dtype):
+    """Bool masks `(1, H, n, m)` of each layer: made into a bias now if all layers share it, else by `for_layer`."""
+    by_sequence = sequence_entries(inputs, mask, mask.diagonal, dtype)
+    if len(keep) > 1:
+        return {"bias": keep, "by_sequence": by_sequence}
+    bias, live = with_sequences(keep[0], *by_sequence)
+    return {"bias": (bias,), "live": (live,)}
+
+
+def sequence_entries(
+    inputs: MaskInputs, rules: SpecialRules, diagonal: bool | None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    A bool mask `(L, 1, H, n, m)`, causality included, as the fields `bias` and `live` of [`MaskInputs`], with what
-    depends on the sequence: special tokens, padding and a sliding window.
+    What a bias has whatever a mask keeps, causality included: special tokens, a fixed diagonal, padding and a sliding
+    window. Which entries, bool `(B or 1, 1, n, m)`, and their values.
     """
-    special = special_of_batch(inputs, rules)
+    fixed = special_of_batch(inputs, rules)
     if inputs.causal:
-        special = special & causal_entries(inputs)
-    keep = kept_entries(keep, special, diagonal)  # (L, B, H, n, m)
+        fixed = fixed & causal_entries(inputs)
+    removed = torch.zeros_like(fixed)
+    if diagonal is not None:
+        own = diagonal_entries(fixed)
+        fixed, removed = fixed | own, removed if diagonal else removed | own
     if inputs.window is not None:
-        keep = keep & near_entries(inputs, inputs.window)
+        removed = removed | ~near_entries(inputs, inputs.window)
     if inputs.padding is not None:
         first_row = inputs.num_keys - inputs.num_queries
-        keep = keep & inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None]
-    return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
+        removed = removed | ~(inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None])
+    return fixed | removed, additive(~removed, dtype)
 
 
 def special_of_batch(inputs: MaskInputs, rules: SpecialRules) -> torch.Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ...masks.sparse_mask import SparseMask
+from ..backends import prepared
 from ..biases.bias_entries import REMOVED, REMOVED_BELOW
-from ..biases.mask_biases import prepare_bias
 from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
 from ..mask_inputs import MaskInputs
@@ -112,7 +112,7 @@ def _kept(mask, padding, causal, query):
     """The entries that are on, bool `(B, H, n, n)`, by the bias that the reference reads."""
     length = query.shape[2]
     inputs = MaskInputs("sparse_eager", length, length, query.device, mask, padding, causal)
-    keep = prepare_bias(mask, inputs)["bias"][0] > REMOVED_BELOW
+    keep = prepared(inputs).for_layer(0).bias[0] > REMOVED_BELOW
     return keep.expand(*query.shape[:2], length, length)
 
 

@@ -1,10 +1,19 @@
 """PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned."""
 
+from typing import Any
+
 import torch
 
 from ...masks.exported import exporting
+from ...masks.sparse_mask import SparseMask
+from ..biases.mask_biases import prepare_bias
 from ..mask_inputs import MaskInputs, autocast_dtype
 from .bias_operator import bias_attention
+
+
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """The fields of [`MaskInputs`] of a frozen mask, in the dtype of the scores; to a rest's bias more is added."""
+    return prepare_bias(mask, inputs, inputs.dtype if inputs.rest[0] is None else torch.float32)
 
 
 def sdpa_attention(
@@ -39,7 +48,7 @@ def sdpa_attention(
     if bias is not None:
         # Under autocast the operator casts its inputs, the bias included.
         dtype = autocast_dtype(query.device.type, query.dtype)
-        if dtype == torch.float16:
+        if dtype == torch.float16 != bias.dtype:
             # Kept finite, since a query without a key would otherwise give NaN.
             bias = bias.clamp(min=torch.finfo(dtype).min)
         bias = bias.to(dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
