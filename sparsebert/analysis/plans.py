@@ -41,8 +41,8 @@ class Plan:
         sparsity (`float`):
             Fraction of entries removed at this length, averaged over heads and layers.
         live_tiles (`dict[int, float]`):
-            By tile size, the fraction of tiles that hold an entry: mean over heads of the first layer's mask, without
-            the rows and columns of special tokens, which kernels handle separately.
+            By tile size, the fraction of tiles that hold an entry: mean over heads and layers, without the rows
+            and columns of special tokens, which kernels handle separately.
         choices (`dict[str, tuple[str, str]]`):
             Name of the backend that `sparse_auto` would choose, and why, for `"inference"`, `"training"` and
             `"training with dropout"`.

@@ -48,8 +48,8 @@ def local_inputs(
         local_mask = windowed(mask, window, inputs.num_keys)
     sizes = (inputs.num_queries, inputs.num_keys, inputs.device)
     cuts = (inputs.padding, inputs.causal, window if cut else None)
-    fields = {"dropout_layers": inputs.dropout_layers, "dtype": inputs.dtype}
-    return prepared(MaskInputs(backend, *sizes, local_mask, *cuts, **fields))
+    local = MaskInputs(backend, *sizes, local_mask, *cuts, dropout_layers=inputs.dropout_layers)
+    return prepared(replace(local, dtype=inputs.dtype))
 
 
 def _may_be_left(padding):

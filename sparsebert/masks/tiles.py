@@ -111,11 +111,14 @@ def tile_shares(base: torch.Tensor, side: int) -> tuple[float, float]:
 
 def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = False) -> tuple[float, float]:
     """
-    [`tile_shares`] of the first layer of a mask, without the rows and columns of special tokens. For Toeplitz forms no
-    table is made.
+    [`tile_shares`] of a mask, over all its layers, without the rows and columns of special tokens. For Toeplitz forms
+    no table is made.
     """
     if mask.form == "table":
-        return tile_shares(base_table(mask.replace(keep=mask.keep[:1]), length, causal)[0], side)
+        layers = (base_table(mask.replace(keep=layer), length, causal)[0] for layer in mask.keep)
+        shares = torch.tensor([tile_shares(table, side) for table in layers], dtype=torch.float64)
+        some, every = shares.mean(0).tolist()
+        return some, every
     mask.check_length(length)
     block = mask.block_size or 1
     known = min(length, mask.length) if mask.length_policy == "dense" else length
@@ -124,7 +127,8 @@ def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = Fa
     new = first + size > known  # whether a tile has tokens whose rows and columns are on
     low, high = first // block, ((first + size).clamp(max=known) - 1) // block  # the blocks that its others are in
     num_blocks = -(-length // block)
-    both = signed_parameters(mask.keep[0], mask.symmetric)  # (H, 2K - 1), by the block of the query less the key's
+    # By the block of the query less the key's, (L * H, 2K - 1).
+    both = signed_parameters(mask.keep.flatten(0, 1), mask.symmetric)
     beyond = num_blocks - (both.shape[-1] + 1) // 2  # negative if there are fewer blocks than in the mask
     both = torch.nn.functional.pad(both, (beyond, beyond))
     before = torch.nn.functional.pad(both.int().cumsum(-1), (1, 0))  # how many smaller differences are kept
@@ -136,9 +140,9 @@ def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = Fa
     for row in range(len(first)):
         # All differences between the nearest and the farthest tokens of two tiles occur.
         least, most = low[row] - high, high[row] - low
-        missing = most - least + 1 - (before[:, most + num_blocks] - before[:, least + num_blocks - 1])  # (H, nk)
+        missing = most - least + 1 - (before[:, most + num_blocks] - before[:, least + num_blocks - 1])  # (L * H, nk)
         least = least.clamp(min=0) if causal else least
-        count = before[:, most + num_blocks] - before[:, least + num_blocks - 1]  # (H, nk)
+        count = before[:, most + num_blocks] - before[:, least + num_blocks - 1]  # (L * H, nk)
         row_live = (count > 0) | new | new[row]
         row_full = (missing == 0) | all_new | all_new[row]
         if mask.diagonal:

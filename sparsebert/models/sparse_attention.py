@@ -333,10 +333,9 @@ class SparseAttention(Float32Module):
         request = (device.type, dtype, *shape, drops, torch.is_grad_enabled(), padding is not None, causal)
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map, device.index)
         maps = self.probability_map(num_keys)
-        sizes = (num_queries, num_keys, device)
-        inputs = MaskInputs(backend, *sizes, mask, padding, causal, probability_map=maps, dtype=dtype)
+        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not carrier.one_layer else 0
-        inputs = replace(inputs, dropout_layers=seeded, documents=documents)
+        inputs = replace(inputs, dtype=dtype, dropout_layers=seeded, documents=documents)
         inputs = replace(inputs, **rest_fields(mask if learned is None else learned.search, inputs))
         if learned is None:
             assert mask is not None

@@ -11,7 +11,7 @@ import torch
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import WANTED, Request
-from sparsebert.attention.choosing import choice
+from sparsebert.attention.choosing import choice, timing
 from sparsebert.attention.choosing.choice import CHOICES, _has_amx, automatic, by_measurement
 
 
@@ -176,6 +176,28 @@ def test_measure_times_all_that_can_run_once_per_shape(calls):
     by_measurement(mask, replace(TRAINED, num_queries=15, num_keys=15))
     by_measurement(mask_of(0.2, 16), TRAINED)
     assert len(calls) == 3 * number
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_trial_is_what_a_model_does(num_layers, monkeypatch):
+    """The mask is prepared once, for layers that differ; its time counts."""
+    done = []
+    backend = BACKENDS["sparse_sdpa"]
+
+    def prepare(mask, inputs):
+        done.append("prepare")
+        return backend.prepare(mask, inputs)
+
+    def function(query, key, value, inputs, *arguments):
+        done.append(int((inputs.bias[0][0, 0, :, 0] == 0).sum()))
+        return backend.function(query, key, value, inputs, *arguments)
+
+    monkeypatch.setitem(BACKENDS, "sparse_sdpa", replace(backend, prepare=prepare, function=function))
+    tables = torch.ones(num_layers, HEADS, 16, 16).tril_().bool()
+    for layer in range(num_layers):
+        tables[layer, :, 10 + layer :] = False
+    timing.trial("sparse_sdpa", SparseMask(tables, 16), replace(TRAINED, padded=True))()
+    assert done == ["prepare", 10, 12 if num_layers == 3 else 10]
 
 
 def test_measure_serves_every_shape():

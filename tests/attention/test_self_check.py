@@ -521,7 +521,8 @@ def test_nothing_is_chosen_before_its_check(finds):
         ({"dtype": torch.float32, "dropout": True}, []),
         ({"head_size": 48}, ["sparse_flex"]),
         ({"num_queries": 3}, []),
-        ({"num_queries": 256, "num_keys": 256, "padded": True}, []),
+        ({"num_queries": 256, "num_keys": 256}, []),
+        ({"num_queries": 256, "num_keys": 256, "padded": True}, ["sparse_triton", "sparse_flex"]),
         ({"needs": frozenset({"export"})}, []),
         ({"needs": frozenset({"additive"})}, []),
     ],
@@ -562,6 +563,7 @@ def test_the_setting_is_that_of_the_request(finds):
         auto(mask, num_keys=512, num_queries=512, dropout=True)
     assert [(setting.live, setting.partial) for _, setting, _ in asked[2:]] == [(10, 0), (10, 5)]
     assert Setting.of(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
+    assert Setting.of(replace(REQUEST, num_keys=77), None, 0.21, 0.19).length == 256  # each check takes a minute
     assert Setting.of(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)
     request = expected.request("cuda:1", 512, 1, HEADS)
     fields = {"num_queries": 512, "num_keys": 512, "dropout": True, "gradients": True, "padded": True}

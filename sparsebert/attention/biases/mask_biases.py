@@ -60,10 +60,10 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs, dtype: torch.dtype = torc
     """
     first_row = inputs.num_keys - inputs.num_queries
     if exporting():
-        keep = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
+        table = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
         if inputs.causal:
-            keep = keep & causal_entries(inputs)
-        return _by_layer(keep.unbind(0), inputs, mask, dtype)
+            table = table & causal_entries(inputs)
+        return _by_layer(table.unbind(0), inputs, mask, dtype)
     length = inputs.compiled_length(mask)
     if inputs.padding is None:
         # It is the same for every batch, so it is cached.

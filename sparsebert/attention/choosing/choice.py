@@ -14,8 +14,8 @@ from ..backends import BACKENDS, check_request, refusal
 from ..capabilities import Request
 from ..kernels.flex import num_compiled
 from .self_check_process import outcome_of
-from .self_check_results import TRUSTED, Setting
-from .timing import measure, trial
+from .self_check_results import FEW_TILES, TRUSTED, Setting
+from .timing import measure, timed_layers, trial
 
 
 logger = logging.get_logger(__name__)
@@ -111,8 +111,8 @@ def _csr_limit(request):
 
 
 def _on_cuda(mask, request, may_run):
-    if request.num_keys <= 256:
-        return None, "with at most 256 tokens a masked kernel has little to skip"
+    if request.num_keys <= FEW_TILES and not request.padded:
+        return None, f"with at most {FEW_TILES} tokens a masked kernel has little to skip"
     live, _ = _tile_shares(mask.handle, request.num_keys, request.causal)
     if live > 0.6 and not (request.dropout or request.padded):
         percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
@@ -194,7 +194,7 @@ def _not_passed(mask, request):
 
 
 def _times(names, mask, request):
-    """Median seconds of each backend that runs without an error, on random inputs."""
+    """Median seconds of a layer with each backend that runs without an error, on random inputs."""
     device = request.on_device()
     devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     trials = {}
@@ -208,7 +208,8 @@ def _times(names, mask, request):
                 logger.warning_once(f"sparse_measure leaves out {name}: {str(error).strip().splitlines()[-1]}")
             else:
                 trials[name] = run
-        return measure(trials, str(device))
+        found, number = measure(trials, str(device)), len(timed_layers(mask, device.type))
+    return {name: seconds / number for name, seconds in found.items()}
 
 
 # The names that choose a backend for each request.

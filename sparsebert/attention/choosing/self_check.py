@@ -25,7 +25,7 @@ from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
 from ..mask_inputs import MaskInputs
 from .self_check_results import FINISHED, TRUSTED, Outcome, Setting, finding_of
-from .timing import measure, trial
+from .timing import measure, timed_layers, trial
 
 
 HEADS = 2
@@ -34,7 +34,7 @@ DROPOUT = 0.125
 # By default one for the kernels of short inputs and one for those of long inputs, neither a multiple of a tile.
 LENGTHS = (77, 333)
 # Tokens of a call that is timed, and number of calls.
-TOKENS = {"cpu": 1024, "cuda": 8192}
+TOKENS = {"cpu": 1024, "cuda": 16384}
 ROUNDS = {"cpu": 3, "cuda": 20}
 # Units in the last place that are allowed beside twice the error of plain PyTorch, whose own may be 0.
 UNITS = {torch.float32: 16}
@@ -216,8 +216,8 @@ def times(
     names: Iterable[str], device: str, setting: Setting, mask: str | None = None, num_heads: int = 12
 ) -> tuple[dict[str, float], dict[str, str]]:
     """
-    Milliseconds of a call of each backend, and the reasons why some could not be timed, under the mask of a folder or
-    one of tiles near the diagonal.
+    Milliseconds of each backend per layer, that of preparing the mask included, and the reasons why some could not be
+    timed, under the mask of a folder or one of tiles near the diagonal.
     """
     if mask is None:
         timed = near_tiles(setting.length, setting.live, num_heads)
@@ -238,7 +238,8 @@ def times(
                 reasons[name] = _described(error)
                 _synchronize(device)
         found = measure(trials, device, ROUNDS[kind])
-    return {name: 1e3 * seconds for name, seconds in found.items()}, reasons
+    number = len(timed_layers(timed, kind))
+    return {name: 1e3 * seconds / number for name, seconds in found.items()}, reasons
 
 
 def check(

@@ -23,6 +23,8 @@ from ..capabilities import Request
 FINISHED = "finished"
 # PyTorch's own attention, which runs where nothing else is known to be right.
 TRUSTED = "sparse_sdpa"
+# Up to so many tokens a kernel has little to skip but padding.
+FEW_TILES = 256
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class Setting:
     @classmethod
     def of(cls, request: Request, longest: int | None, live: float, full: float) -> "Setting":
         """
-        The setting whose check covers a request; lengths share the times of the next power of two, up to the `longest`
-        that the mask takes. `live` and `full` are the shares of tiles that hold an entry, and that hold nothing else.
+        The setting whose check covers a request; lengths share the times of the next power of two, from `FEW_TILES` up
+        to the `longest` that the mask takes. `live` and `full` are the shares of tiles that hold an entry, and that
+        hold nothing else.
         """
-        length = 1 << (request.num_keys - 1).bit_length()
+        length = max(FEW_TILES, 1 << (request.num_keys - 1).bit_length())
         return cls(
             str(request.dtype).removeprefix("torch."),
             request.head_size,
@@ -83,7 +86,7 @@ class Outcome:
         setting ([`Setting`]): What was checked.
         backends (`dict`): What was found about each backend, by name: `right` (bool), `reason` (why it is not),
             `errors` (by what was compared, the worst comparison: `tokens`, `error` and `allowed`) and `milliseconds`
-            (median time of a call, `None` if it was not timed).
+            (median time of a layer, `None` if it was not timed).
         ended (`str`): `FINISHED`, or how the process ended before that; while it runs, what it does.
         lasting (`bool`): Whether another check would find the same: not if it was stopped from outside, could not
             start or found too little memory.

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,30 @@ from ...masks.sparse_mask import SparseMask
 from ..backends import prepared, run_backend
 from ..capabilities import Request
 from ..mask_inputs import MaskInputs
+from ..rest import rest_fields
 
 
 ROUNDS = 5
+# Layers that a trial runs at most, evenly spaced over a mask. As many calls stand for a model that shares the mask.
+LAYERS = {"cpu": 2, "cuda": 12}
+# Cycles that keep a GPU busy until all is launched: what the host needs for that, it needs beside other kernels.
+_HEAD_START = 10_000_000
 # The probability of attention dropout in a trial, which its time does not depend on.
 _DROPOUT = 0.1
 
 
+def timed_layers(mask: SparseMask, device_type: str) -> list[int]:
+    """The layers of a mask that a trial runs."""
+    most = LAYERS.get(device_type, 1)
+    number = max(mask.num_layers, len(mask.rest_biases()))
+    return [0] * most if number == 1 else list(range(0, number, -(-number // most)))
+
+
 def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
-    """A function that runs a backend once on random inputs, forward and, with gradients, backward."""
+    """
+    A function that prepares a mask as a forward of a model does, and runs its [`timed_layers`] on random inputs,
+    forward and, with gradients, backward. With padding, sequences have from half the length on.
+    """
     device = request.on_device()
     # The host's memory layout: (B, n, H, d), transposed.
     query, key, value = (
@@ -30,32 +46,50 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
     )
     padding = None
     if request.padded:
-        padding = torch.ones(request.batch, request.num_keys, dtype=torch.bool, device=device)
-        padding[:, request.num_keys - request.num_keys // 8 :] = False
-    inputs = MaskInputs(name, request.num_queries, request.num_keys, device, mask, padding, request.causal)
-    inputs = prepared(inputs).for_layer(0)
-    dropout = _DROPOUT if request.dropout else 0.0
+        lengths = torch.linspace(request.num_keys / 2, request.num_keys, request.batch + 1, device=device)[1:]
+        padding = torch.arange(request.num_keys, device=device) < lengths.ceil()[:, None]
+    sizes = (request.num_queries, request.num_keys, device)
+    inputs = MaskInputs(name, *sizes, mask, padding, request.causal, dtype=request.dtype)
+    inputs = replace(inputs, **rest_fields(mask, inputs))
+    layers, dropout = timed_layers(mask, request.device), _DROPOUT if request.dropout else 0.0
 
     def run():
-        output, _ = run_backend(query, key, value, inputs, request.head_size**-0.5, dropout)
-        if request.gradients:
-            output.backward(output.detach())
+        ready = prepared(inputs)
+        for layer in layers:
+            output, _ = run_backend(query, key, value, ready.for_layer(layer), request.head_size**-0.5, dropout)
+            if request.gradients:
+                output.backward(output.detach())
 
     return run
 
 
 def measure(functions: Mapping[str, Callable[[], Any]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
     """
-    Median seconds of each function, which take turns; the first call of each is not counted. A GPU (`"cuda:0"`) is
-    synchronized after every call.
+    Median seconds of each function, which take turns; the first call of each is not counted. On a GPU (`"cuda:0"`) the
+    time of the device counts, by events.
     """
+    seconds = _seconds_on_gpu if device.startswith("cuda") else _seconds
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
+            took = seconds(function, device)
             if turn:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _seconds(function, device):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _seconds_on_gpu(function, device):
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
