@@ -15,7 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from .backends import prepared, run_backend
-from .choosing.choice import ATTENTION_NAMES, SAVED_NAME
+from .choosing.choice import ATTENTION_NAMES, SAVED_NAMES
 from .mask_inputs import MaskInputs, check_arguments
 
 
@@ -46,7 +46,7 @@ def sparse_attention_forward(
     check_arguments(module, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) == SAVED_NAME:
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) in SAVED_NAMES:
             raise RuntimeError(
                 f"{type(module).__name__}: the model was saved with a mask, and loaded without it while "
                 "sparsebert.plugin was disabled: load it with sparsebert.load"
@@ -135,13 +135,13 @@ def register_names() -> None:
     """Enter our names in both tables. One that is missing in that of masks would make transformers drop padding."""
     if ATTENTION_NAMES[-1] in AttentionMaskInterface._global_mapping:
         return
-    for name in (*ATTENTION_NAMES, SAVED_NAME):
+    for name in (*ATTENTION_NAMES, *SAVED_NAMES):
         AttentionInterface.register(name, sparse_attention_forward)
         AttentionMaskInterface.register(name, sparse_attention_mask)
 
 
 def unregister_names() -> None:
     """Remove our names from both tables, for which transformers has no function."""
-    for name in (*ATTENTION_NAMES, SAVED_NAME):
+    for name in (*ATTENTION_NAMES, *SAVED_NAMES):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

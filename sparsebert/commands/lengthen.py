@@ -7,6 +7,7 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..attention.model_masks import sparse_attention_of
 from ..checks import check_choice, check_range
 from ..files import check_other_folder, within
 from ..finite_weights import check_weights
@@ -16,7 +17,7 @@ from ..models.inference.compiled_files import check_not_compiled
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, read_model
 from ..models.model_classes import model_class_of
-from ..models.sentence_files import copy_sentence_files
+from ..models.sentence_files import IMPORT_FIRST, copy_sentence_files
 from ..models.sparse_attention import get_sparse_attention
 from ..output_folders import check_free, written_whole
 from ._command import Command, Results
@@ -83,4 +84,5 @@ def run(values):
         tokenizer.save_pretrained(folder)
         copy_sentence_files(source, folder, options.length, **hub_arguments)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
-    return Results(without_secrets(vars(options)), notes=[done])
+    masked = [IMPORT_FIRST] if sparse_attention_of(model) else []
+    return Results(without_secrets(vars(options)), notes=[done, *masked])

@@ -13,7 +13,8 @@ import dataclasses
 
 from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
-from ..training.searching.search_arguments import FIELDS, SECTIONS
+from ..models.sentence_files import IMPORT_FIRST, sentence_length
+from ..training.searching.search_arguments import FIELDS, SECTIONS, PostHocArguments
 from ..training.searching.search_run import agreement_table, search_post_hoc
 from ._command import Command, Results
 
@@ -32,11 +33,15 @@ def command(words):
 
 def run(values):
     metrics = search_post_hoc(values)
-    lines = [f"written to {values['data']['output_dir']}"]
+    lines = []
     if outcome := metrics["search_outcome"]:
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"
-        lines.insert(0, f"{found}; the search took {metrics['seconds']['search']:.0f} s")
+        lines.append(f"{found}; the search took {metrics['seconds']['search']:.0f} s")
     if seconds := metrics["inference_seconds"]:
         times = f"{1000 * seconds['dense']:.0f} ms dense, {1000 * seconds['masked']:.0f} ms through the mask"
         lines.append(f"inference of a batch: {times}, {seconds['dense'] / seconds['masked']:.2f} times as fast")
+    output = values["data"]["output_dir"]
+    if (cut := sentence_length(output)) and cut < values["data"].get("max_length", PostHocArguments.max_length):
+        lines.append(f"sentence-transformers cuts texts to {cut} tokens, as before: max_seq_length raises that")
+    lines.append(f"written to {output}: {IMPORT_FIRST}")
     return Results(metrics, [agreement_table(metrics)], lines)

@@ -24,6 +24,8 @@ CARD_NAME = "README.md"
 _SIGNATURE = re.compile(r"\n<!-- sparsebert wrote this card (\w+): once changed, it is never written again -->\s*\Z")
 # Sections in the order in which a card has them; the text before the first one is under "".
 SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Plan", "Load", "Limits")
+# Begins what a card says about loading.
+PACKAGE = "With the package `sparsebert`, installed from its source (`pip install .` in its folder, or a wheel of it):"
 # The table of a mask has a column per head up to this many.
 MOST_COLUMNS = 16
 _LENGTH_POLICIES = {
@@ -193,7 +195,7 @@ def bare_mask_card(
     )
     intro += f"{__version__} wrote."
     found = f" It was found for `{base}`." if base else ""
-    load = f"""With the package `sparsebert`:
+    load = f"""{PACKAGE}
 
 ```python
 import sparsebert
@@ -248,7 +250,7 @@ def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCa
     # A mask with the model that it was found for, if there is one.
     ordered = sorted((mask["name"] for mask in masks if mask["name"]), key=lambda name: name not in named)
     first = ordered[0] if ordered else "NAME"
-    load = f"""With the package `sparsebert`:
+    load = f"""{PACKAGE}
 
 ```python
 import sparsebert

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choosing.choice import SAVED_NAME, sparse_name
+from ..attention.choosing.choice import SAVED_NAMES, sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import check_path, check_revision, explained
@@ -218,7 +218,7 @@ def _own_configs(model: PreTrainedModel) -> None:
 def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Give a model with an attached module the class of an attached model, and its attention implementation."""
     stock = model.config._attn_implementation
-    vars(model)["_stock_attention"] = None if stock == SAVED_NAME else stock
+    vars(model)["_stock_attention"] = None if stock in SAVED_NAMES else stock
     configs: Any = (model.config, model.base_model.config)
     for config in configs:
         if not isinstance(config, MaskedConfigMixin):

@@ -10,10 +10,10 @@ from transformers.utils import CONFIG_NAME
 
 from ..file_kinds import read_plain
 from ..hub import commit_of, commits_of
-from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
+from ..masks.mask_cards import CARD_NAME, PACKAGE, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
 from .bert.configuration_sparsebert import SparseBertConfig
-from .model_configs import runs_without_package
+from .model_configs import ATTENTION_FIELD, runs_without_package
 
 
 # The Hub's task of a model, by the end of the name of its class.
@@ -89,18 +89,23 @@ def _how_to_load(name, class_name, saved, without_package):
     auto = auto if "For" in class_name and hasattr(transformers, auto) else "AutoModel"
     if class_name.endswith("LMHeadModel"):
         auto = "AutoModelForCausalLM"
-    with_it = f"""With the package `sparsebert`:
+    with_it = f"""{PACKAGE}
 
 ```python
-import sparsebert
+import sparsebert  # first, also before from_pretrained, pipeline or SentenceTransformer
 
 model = sparsebert.load("{name}")
 ```"""
     ours = saved.get("model_type") == SparseBertConfig.model_type
-    silent = (
-        "transformers loads the same weights without the mask and without a warning: the model then attends to all "
-        "tokens, and its outputs are different."
+    otherwise = (
+        "transformers refuses to load the model. Programs that read the weights alone would run it without the mask, "
+        "which gives other outputs."
     )
+    if ATTENTION_FIELD not in saved:  # it was saved with output_attentions
+        otherwise = (
+            "transformers loads the same weights without the mask and without a warning: the model then attends to "
+            "all tokens, and its outputs are different."
+        )
     if without_package:
         without = f"""Without it, with the code in this repository, which is slower:
 
@@ -110,9 +115,9 @@ from transformers import {auto}
 model = {auto}.from_pretrained("{name}", trust_remote_code=True)
 ```"""
         refused = "transformers refuses to load the model and asks for it."
-        without += f"\n\nWithout `trust_remote_code=True` {refused if ours else silent}"
+        without += f"\n\nWithout `trust_remote_code=True` {refused if ours else otherwise}"
     elif ours:
         without = "Without it this model cannot be run: install the package."
     else:
-        without = f"Without it, {silent}"
+        without = f"Without it, {otherwise}"
     return f"{with_it}\n\n{without}"

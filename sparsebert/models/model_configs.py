@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, logging
 
 from ..attention.backends import check_returns_attentions
-from ..attention.choosing.choice import SAVED_NAME, TWINS, sparse_name
+from ..attention.choosing.choice import SAVED_NAME, SAVED_NAMES, TWINS, sparse_name
 from ..file_kinds import drop_links
 from ..files import replace_files
 from ..masks.mask_files import CODE_NAME, MASK_CONFIG_NAME, NOTE_FIELD, SEARCH_CONFIG_NAME
@@ -46,7 +46,7 @@ AUTO_MAP_FIELD = "auto_map"
 ATTENTION_FIELD = "attn_implementation"
 # Attribute, which is not saved: whether the attention implementation was asked for by the name of transformers.
 STOCK_NAMED = "_stock_named"
-WITH_PACKAGE = "pip install sparsebert, then sparsebert.load"
+WITH_PACKAGE = "install the package sparsebert from its source, then sparsebert.load"
 
 
 class Derived:
@@ -180,7 +180,7 @@ def forget_saved_fields(config: Any) -> None:
     attributes = vars(config)
     for name in (NOTE_FIELD, ATTENTION_FIELD):
         attributes.pop(name, None)
-    if attributes.get("_attn_implementation_internal") == SAVED_NAME:
+    if attributes.get("_attn_implementation_internal") in SAVED_NAMES:
         attributes["_attn_implementation_internal"] = None
     auto_map = attributes.pop(AUTO_MAP_FIELD, None)
     if isinstance(auto_map, dict):

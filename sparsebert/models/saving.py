@@ -51,7 +51,9 @@ else:
     _ModelBase = object
 
 # What follows the task type in the configuration of an adapter with a mask: PEFT without this package refuses it.
-_TASK_NOTE = "with a sparse attention mask (pip install sparsebert)"
+_TASK_NOTE = "with a sparse attention mask (of the package sparsebert)"
+# What such files may say; only the first is written.
+_TASK_NOTES = (_TASK_NOTE, "with a sparse attention mask (pip install sparsebert)")
 # Names of the files that transformers and PEFT write, other than those of a tokenizer.
 _WRITTEN = re.compile(
     r"(adapter_|generation_)?config\.json|(adapter_)?model([.-].+)?\.safetensors(\.index(\..+)?\.json)?"
@@ -113,8 +115,9 @@ def _applied_by_base(mask, base):
 def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
     """The configuration of an adapter as PEFT wrote it, before [`mark_adapter`]."""
     task = fields.get("task_type")
-    if isinstance(task, str) and task.endswith(_TASK_NOTE):
-        return fields | {"task_type": task.removesuffix(_TASK_NOTE).rstrip() or None}
+    for note in _TASK_NOTES:
+        if isinstance(task, str) and task.endswith(note):
+            return fields | {"task_type": task.removesuffix(note).rstrip() or None}
     return fields
 
 

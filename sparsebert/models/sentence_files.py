@@ -14,6 +14,23 @@ _MODULES_NAME = "modules.json"
 _SETTINGS = ("config_sentence_transformers.json", "sentence_*_config.json")
 
 
+# The last line of a command that writes a model with a mask.
+IMPORT_FIRST = (
+    "to load it, `import sparsebert` first, then sparsebert.load, from_pretrained or SentenceTransformer: without it, "
+    "transformers refuses"
+)
+
+
+def sentence_length(folder: str | PathLike) -> int | None:
+    """The number of tokens that sentence-transformers cuts texts to; `None` for a folder that is not one of its."""
+    folder = Path(folder)
+    if not (folder / _MODULES_NAME).is_file():
+        return None
+    settings = [*sorted(folder.glob(_SETTINGS[1])), folder / "tokenizer_config.json"]
+    read = [json.loads(path.read_text(encoding="utf-8")) for path in settings if path.is_file()]
+    return next((one[name] for one in read for name in ("max_seq_length", "model_max_length") if one.get(name)), None)
+
+
 def copy_sentence_files(
     source: str | PathLike, folder: Path, length: int | None = None, subfolder: str | None = None, **hub_arguments: Any
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, hub
 
-from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME, sparse_name
+from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAMES, sparse_name
 from ..attention.model_masks import sparse_attention_of
 from ..learning.mask_description import MASK_FIELDS
 from ..learning.search_files import read_search
@@ -68,7 +68,7 @@ def _plain_config(config, attn_implementation):
         attn_implementation = attn_implementation or config._attn_implementation
         if isinstance(config, Derived):
             config.__class__ = config.stock_class
-        if config._attn_implementation in (*ATTENTION_NAMES, SAVED_NAME):
+        if config._attn_implementation in (*ATTENTION_NAMES, *SAVED_NAMES):
             config._attn_implementation = None  # what `detach` goes back to
     return config, attn_implementation
 

@@ -9,7 +9,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
-from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAME
+from ..attention.choosing.choice import ATTENTION_NAMES, SAVED_NAMES
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import PARTS_FIELD, MaskFileError, folder_of_part, has_other_content, parts_named_in
@@ -82,7 +82,7 @@ def _attach_parts(model, source, names, arguments):
         if find_descriptions(source, **hub_arguments, subfolder=folder) == (None, None):
             raise MaskFileError(f"{source}: {PARTS_FIELD} names {name!r}, but there is no mask in its folder {folder}")
         stock = part.config._attn_implementation
-        if sparse_attention_of(part) is None and stock in (*ATTENTION_NAMES, SAVED_NAME):
+        if sparse_attention_of(part) is None and stock in (*ATTENTION_NAMES, *SAVED_NAMES):
             part.config._attn_implementation = None  # what `detach` goes back to
         attach_mask_of_adapter(part, source, is_trainable=True, **hub_arguments, subfolder=folder)
         if arguments.get("attn_implementation") is not None:

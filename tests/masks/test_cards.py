@@ -124,7 +124,10 @@ def test_attached_model(tmp_path):
     assert card.data.pipeline_tag == "text-classification" and card.data.library_name == "sparsebert"
     assert (card.data.base_model, card.data.base_model_revision) == ("user/base", "f" * 40)
     assert 'sparsebert.load("mine")' in card.text and "trust_remote_code" not in card.text
-    assert "without the mask and without a warning" in card.text
+    assert "transformers refuses to load the model" in card.text
+    model.config.output_attentions = True  # which the stock attention alone is read with
+    model.save_pretrained(tmp_path / "mine")
+    assert "without the mask and without a warning" in card_of(tmp_path / "mine").text
 
 
 def test_own_architecture_and_remote_code(tmp_path, tiny_config):

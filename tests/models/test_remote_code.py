@@ -266,14 +266,14 @@ def test_what_it_cannot_do_is_refused_in_a_line(client):
     assert "attn_implementation 'flex_attention' cannot apply the mask" in report["flex"]
     assert report["constant"][:2] == [1, 6]
     assert "position_ids restart within a row: packed rows" in report["packed"]
-    assert "this model needs sparsebert (pip install sparsebert)" in report["searching"]
+    assert "this model needs the package sparsebert" in report["searching"]
     assert "still being searched" in report["searching"] and "\n" not in report["searching"]
     assert "it has token mixers or a probability map" in report["mixers"] and report["mixers"] == report["mapped"]
     assert "there is no frozen mask" in report["attached_search"]
     assert "input of 30 tokens is longer than the mask (24)" in report["long"]
     assert "is not the file that mask_config.json was written with" in report["other_mask"]
     assert "trust_remote_code=True" in report["untrusted"]
-    assert client[1].count("pip install sparsebert") == 1  # how to get the fast one
+    assert client[1].count("install the package sparsebert") == 1  # how to get the fast one
 
 
 @pytest.mark.parametrize("name", ["AutoModelForMaskedLM", "attached"])

@@ -42,6 +42,7 @@ from sparsebert import (
     sparsity,
 )
 from sparsebert.attention.model_masks import without_adapters
+from sparsebert.commands import main
 from sparsebert.models.attaching import AttachedModel
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
 from sparsebert.training.finetuning.task_data import prepare
@@ -571,7 +572,7 @@ def test_peft_alone_refuses_an_adapter_with_a_mask(peft, adapter, task, state, w
         plugin.disable()
         try:
             for loader in loaders:
-                with pytest.raises(ValueError, match=r"with a sparse attention mask \(pip install sparsebert\)'"):
+                with pytest.raises(ValueError, match=r"with a sparse attention mask \(of the package sparsebert\)'"):
                     loader(str(tmp_path / place))
         finally:
             plugin.enable()
@@ -599,7 +600,7 @@ def test_an_adapter_runs_where_the_code_of_its_base_applies_the_mask(peft, tmp_p
     try:
         base = AutoModelForMaskedLM.from_pretrained(tmp_path / "base", trust_remote_code=True)
         assert_same(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), model)
-        with pytest.raises(ValueError, match="pip install sparsebert"):
+        with pytest.raises(ValueError, match="of the package sparsebert"):
             peft.PeftModel.from_pretrained(stock_model(), tmp_path / "other")
     finally:
         plugin.enable()
@@ -791,6 +792,37 @@ def test_sentences_with_an_adapter(sentence_transformers, peft, encoder, tmp_pat
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
     assert again.transformers_model.sparse_attention.mask == mask
     torch.testing.assert_close(*(model.encode(TEXTS, convert_to_tensor=True) for model in (again, sentences)))
+
+
+def test_commands_keep_pooling_and_length(sentence_transformers, word_tokenizer, tmp_path, monkeypatch, capsys):
+    """Of a model that takes the first token and normalizes; without the package nobody loads it without its mask."""
+    BertModel(BertConfig(**TINY)).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    part = sentence_transformers.sentence_transformer.modules
+    modules = [part.Transformer(str(tmp_path / "stock"), max_seq_length=8), part.Pooling(32, "cls"), part.Normalize()]
+    sentence_transformers.SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "a.txt").write_text("\n\n".join(TEXTS * 4))
+    text = str(tmp_path / "a.txt")
+    words = ["--model", str(tmp_path / "model"), "--data", text, "--validation", text, "--max_length", str(LENGTH)]
+    words += ["--target_sparsity", "0.5", "--steps", "0", "--patterns", "false", "--timed", "false"]
+    assert main(["search", *words, "--output_dir", str(tmp_path / "masked")]) == 0
+    words = ["lengthen", str(tmp_path / "masked"), "--length", "64", "--output_dir", str(tmp_path / "long")]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("`import sparsebert` first") == 2 and "cuts texts to 8 tokens, as before" in said
+    for name, length in (("masked", 8), ("long", 64)):
+        sentences = sentence_transformers.SentenceTransformer(str(tmp_path / name), device="cpu")
+        assert sentences.max_seq_length == length and sentences[1].pooling_mode == "cls"
+        torch.testing.assert_close(torch.tensor(sentences.encode(TEXTS)).norm(dim=1), torch.ones(3))
+    plugin.disable()
+    with pytest.raises(ValueError, match="of the package sparsebert"):
+        sentence_transformers.SentenceTransformer(str(tmp_path / "masked"), device="cpu")
+    config = tmp_path / "masked" / "config.json"  # as other versions wrote it
+    config.write_text(config.read_text().replace("of the package sparsebert", "pip install sparsebert"))
+    plugin.enable()
+    sentences = sentence_transformers.SentenceTransformer(str(tmp_path / "masked"), device="cpu")
+    assert sentences.transformers_model.sparse_attention.mask.length == LENGTH
+    assert "pip install" not in sentences.transformers_model.config.to_json_string()
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "sentence_transformers.md"

@@ -276,7 +276,7 @@ def test_without_the_plugin(saved, said):
     model, folder = saved
     plugin.disable()
     try:
-        with pytest.raises(ValueError, match="pip install sparsebert"):  # of transformers
+        with pytest.raises(ValueError, match="of the package sparsebert"):  # of transformers
             EncoderDecoderModel.from_pretrained(folder)
         with pytest.raises(ValueError, match="only sparsebert.plugin attaches masks of parts"):
             load(folder)

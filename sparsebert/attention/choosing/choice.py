@@ -217,7 +217,9 @@ CHOICES: dict[str, Callable[..., tuple[str, str]]] = {"sparse_auto": automatic, 
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 # The attention implementation in the configuration file of a model with a mask. Without this package transformers
 # refuses it, and says this, where it would otherwise load the model without the mask.
-SAVED_NAME = "sparse_auto (pip install sparsebert)"
+SAVED_NAME = "sparse_auto (of the package sparsebert)"
+# What such files may say; only the first is written.
+SAVED_NAMES = (SAVED_NAME, "sparse_auto (pip install sparsebert)")
 # What the names of transformers mean on a model that carries a mask.
 TWINS = {"eager": "sparse_eager", "sdpa": "sparse_sdpa", "flex_attention": "sparse_flex"}
 # Choices that have been logged, with their reasons but for the numbers in them.
@@ -229,7 +231,7 @@ def sparse_name(name: str | None) -> str:
     The name in `ATTENTION_NAMES` that an attention implementation means on a model that carries a mask: for a name of
     transformers its twin in `TWINS`, which is said once, and `sparse_auto` for `None`.
     """
-    if name in (None, SAVED_NAME):
+    if name is None or name in SAVED_NAMES:
         return "sparse_auto"
     if name in ATTENTION_NAMES:
         return name

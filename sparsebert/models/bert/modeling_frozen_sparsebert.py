@@ -1,7 +1,7 @@
 """
 BERT with a frozen sparse attention mask, for an environment without the package sparsebert, which saved this file with
 the model. It needs nothing but transformers, and runs the mask through dense attention: right, but slow. For kernels
-that skip what the mask removes, run `pip install sparsebert` and import it.
+that skip what the mask removes, install the package sparsebert from its source and import it.
 
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
@@ -28,7 +28,7 @@ HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_do
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 REMOVED = -1e9
 # In the configuration file. It keeps the stock classes of transformers from loading the model without its mask.
-ATTENTION = "sparse_auto (pip install sparsebert)"
+ATTENTION = "sparse_auto (of the package sparsebert)"
 
 
 class SparseBertConfig(transformers.BertConfig):
@@ -160,7 +160,7 @@ class FrozenMask:
         mixers = set(getattr(config, "token_mixers", None) or ()) - {"attention"}
         if searched or mixers or getattr(config, "probability_map", "softmax") != "softmax":
             reason = "its mask is still being searched" if searched else "it has token mixers or a probability map"
-            raise ValueError(f"this model needs sparsebert (pip install sparsebert), since {reason}")
+            raise ValueError(f"this model needs the package sparsebert, since {reason}")
         config.attn_implementation = ATTENTION
         if config._attn_implementation == ATTENTION:
             config._attn_implementation = None
@@ -186,7 +186,8 @@ class FrozenMask:
         model.set_mask_files([Path(path).read_bytes() for path in paths])
         logger.warning_once(
             "This model runs its sparse attention mask through dense attention, which is slow. For the fast kernels "
-            "run `pip install sparsebert`, then `import sparsebert` and load the model with `sparsebert.load`."
+            "install the package sparsebert from its source, `import sparsebert` and load the model with "
+            "`sparsebert.load`."
         )
         return loaded
 
@@ -224,7 +225,7 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         if self.config._attn_implementation not in ("eager", "sdpa"):
             raise ValueError(
                 f"attn_implementation {self.config._attn_implementation!r} cannot apply the mask of this model: use "
-                "'sdpa' or 'eager', or the kernels of sparsebert (pip install sparsebert)"
+                "'sdpa' or 'eager', or the kernels of the package sparsebert"
             )
         if self.mask_files is None:
             raise ValueError("this model has no mask yet: load it with from_pretrained")
@@ -247,7 +248,7 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         ):
             raise ValueError(
                 "position_ids restart within a row: packed rows, whose documents attend to themselves only, need "
-                "sparsebert (pip install sparsebert)"
+                "the package sparsebert"
             )
         position = torch.arange(keys, device=states.device)
         special = torch.zeros_like(padding)
