@@ -223,6 +223,7 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
         key: getattr(mask, key)
         for key in (
             *("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "special_rows", "diagonal"),
+            *(() if mask.query_block_size is None else ("query_block_size",)),
             *(() if mask.form == "table" else ("symmetric",)),
         )
     }

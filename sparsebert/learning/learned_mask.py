@@ -65,7 +65,7 @@ def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     if probs.ndim == 4:
         return probs
     sizes, rules = (mask.length, mask.length, mask.block_size), (mask.length_policy, mask.symmetric)
-    table = expand(probs, mask.form, *sizes, *rules, off=0.0, on=1.0)
+    table = expand(probs, mask.form, *sizes, *rules, off=0.0, on=1.0, query_block_size=mask.query_block_size)
     return fill_fixed_entries(table, mask.special_tokens, mask.diagonal, mask.special_rows)
 
 

@@ -16,7 +16,7 @@ from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice, interval, one_of
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
 from ..masks.mask_files import MAX_MASK_LENGTH
-from ..masks.mask_tensors import DIAGONALS, LAST_TOKENS, RESTS
+from ..masks.mask_tensors import DIAGONALS, LAST_TOKENS, RESTS, check_query_block_size
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from .searches import SEARCHES
@@ -61,6 +61,8 @@ class MaskFields:
         allow_empty_rows (`bool`, *optional*, defaults to `False`): Whether to accept a mask in which a query keeps no
             key (its output is 0).
         block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
+        query_block_size (`int`, *optional*): Queries of a tile of `"dam_b"`, for tiles of more queries than keys: 32,
+            64 or 128, a multiple of `block_size`. They have signed distances: `symmetric` must be `False`.
         mask_form (`str`, *optional*): How the searched mask M enters attention: `"additive"` for
             `softmax(S - c (1 - M))`, `"log"` for `softmax(S + log M)`, `"multiplicative"` for `M softmax(S)`, which is
             not normalized (the frozen mask always is) and meant for study. Defaults to `"additive"`, or to `"log"`
@@ -151,6 +153,7 @@ class MaskFields:
     pruned: bool = _field(STATE, False)
     allow_empty_rows: bool = _field(RUN, False)
     block_size: int = _field(SHAPE, 64, one_of((16, 32, 64, 128)))
+    query_block_size: int | None = _field(SHAPE, None, one_of((32, 64, 128)))
     mask_form: str | None = _field(SEARCH, None, one_of(MASK_FORMS))
     mask_constant: float | int | None = _field(SEARCH, None, interval(0, MAX_MASK_CONSTANT, low_open=True))
     mask_logit_scale: float | int = _field(SEARCH, 10.0, interval(0, 1e6, low_open=True))
@@ -209,6 +212,10 @@ class MaskFields:
             raise ValueError(
                 f"length_policy 'extend' needs a Toeplitz search (dam_s, dam_b), got search {self.search!r}"
             )
+        if self.search and SEARCHES[self.search].form != "blocks" and self.query_block_size is not None:
+            raise ValueError(f"query_block_size needs a search of tiles (dam_b), got search {self.search!r}")
+        if self.search:
+            check_query_block_size(self.query_block_size, self.block_size, self.symmetric)
         if self.sparsity_warmup > self.sparsity_ramp:
             raise ValueError(
                 f"sparsity_warmup must be at most sparsity_ramp ({self.sparsity_ramp}), got {self.sparsity_warmup}"
@@ -301,6 +308,8 @@ MASK_FIELDS = _about(USE, RUN)
 PATTERN_FIELDS = (*(name for name in _about(PATTERN) if name != "pattern"), "mask_length")
 # What defines a search, besides what its frozen mask holds itself.
 SEARCH_FIELDS = _about(SEARCH)
+# What only a search of tiles has.
+TILES = ("block_size", "query_block_size")
 # What a description no longer says once its mask is frozen, which then holds it.
 HELD_BY_MASK = ("pattern", "pattern_kwargs", "head_configuration", *REQUESTS)
 # What a run that resumes may have otherwise than its checkpoint, and why. It must have all other fields alike.
@@ -327,7 +336,7 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
 
 def fields_of_search(search: str) -> tuple[str, ...]:
     """Those of [`allowed_fields`] that a recipe may set for this search: a tile size is only for a search of tiles."""
-    return tuple(name for name in allowed_fields(search) if name != "block_size" or SEARCHES[search].form == "blocks")
+    return tuple(name for name in allowed_fields(search) if name not in TILES or SEARCHES[search].form == "blocks")
 
 
 def default_mask_length(num_positions: int) -> int:
@@ -372,6 +381,7 @@ def pattern_mask(description: MaskFields, carrier: Carrier) -> SparseMask:
             keep=mask.to_table(),
             form="table",
             block_size=None,
+            query_block_size=None,
             special_tokens="none",
             symmetric=True,
             special_rows=True,

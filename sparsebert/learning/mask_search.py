@@ -24,6 +24,7 @@ from ..masks.expansion import (
     num_distances,
     num_empty_rows,
     parameter_index,
+    rectangular_pairs,
     token_pairs,
 )
 from ..masks.mask_files import check_sizes
@@ -136,6 +137,9 @@ class MaskSearch(MaskDescription):
             index = parameter_index(self.form, self.length, self.length, self.symmetric)
             return index[self.fixed == -1].bincount(minlength=self.num_parameters).float()
         queries, keys = learned_ranges(self.length, SPECIAL_TOKENS.index(self.special_tokens), self.special_rows)
+        if self.query_block_size is not None:
+            pairs, own = rectangular_pairs(queries, keys, self.tile, self.query_block_size, self.num_parameters)
+            return (pairs + own * (self.fixed_diagonal is None)).float()
         counts = token_pairs(queries, keys, self.tile, max(self.num_parameters, 1), self.symmetric).float()
         if self.fixed_diagonal is None:
             counts[0 if self.symmetric else len(counts) // 2] += len(keys)
@@ -183,7 +187,8 @@ class MaskSearch(MaskDescription):
 
         def make() -> torch.Tensor:
             form, symmetric = ("offsets", True) if self.union is not None else (self.form, self.symmetric)
-            return parameter_index(form, length, self.length, symmetric, self.block_size, size=self.num_parameters)
+            sizes = (self.block_size, None, self.num_parameters, self.query_block_size)
+            return parameter_index(form, length, self.length, symmetric, *sizes)
 
         if torch.compiler.is_compiling():
             return make().to(device)
@@ -254,7 +259,9 @@ class MaskSearch(MaskDescription):
 
     def by_distance(self, length: int) -> bool:
         """Whether all learned entries at some input length that are as far apart, in tiles, share their parameter."""
-        return SEARCHES[self.search].toeplitz and (length <= self.length or self.length_policy != "dense")
+        if not SEARCHES[self.search].toeplitz or self.query_block_size is not None:
+            return False
+        return length <= self.length or self.length_policy != "dense"
 
     def at_distances(self, values: torch.Tensor, length: int, off: float) -> torch.Tensor:
         """
@@ -316,6 +323,7 @@ class MaskSearch(MaskDescription):
             special_rows=self.special_rows,
             diagonal=self.fixed_diagonal,
             length_policy=self.length_policy,
+            query_block_size=self.query_block_size,
             metadata=metadata,
         )
 

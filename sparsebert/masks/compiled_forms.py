@@ -160,7 +160,8 @@ def _narrowed(handle, window):
 
     def cut():
         with torch.device("cpu"):
-            reached = (window - 1) // (mask.block_size or 1) + 2
+            size = mask.block_size or 1
+            reached = (window + (mask.query_block_size or size) - 1) // size + 1
             distance = torch.arange(mask.keep.shape[-1])
             if not mask.symmetric:
                 distance = (distance - len(distance) // 2).abs()

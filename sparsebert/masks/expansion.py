@@ -6,7 +6,8 @@ Letters: L layers (1 when shared), H heads, n tokens, K parameters per head, B t
 The form of a mask says which parameter decides entry (i, j): `"offsets"` has one per `abs(i - j)`, `"blocks"` one per
 tile diagonal `abs(i // B - j // B)`, and `"table"` one per entry, or per unordered pair if it is symmetric. A Toeplitz
 form (offsets or blocks) that is not symmetric has one parameter per signed distance d, `i - j` or `i // B - j // B`:
-an odd number of them, in ascending order, that of d at the index `d + K // 2`.
+an odd number of them, in ascending order, that of d at the index `d + K // 2`. Its tiles may be of more queries than
+keys: with Q queries, a multiple of B, d is `i // Q * Q // B - j // B`.
 """
 
 import torch
@@ -35,6 +36,11 @@ def toeplitz_index(length: int, block_size: int = 1, device: torch.device | str 
     return (block[:, None] - block[None, :]).abs()
 
 
+def query_blocks(position: torch.Tensor, block_size: int, query_block_size: int | None = None) -> torch.Tensor:
+    """The block of B keys at which the tile of a query at some position begins, long, see above."""
+    return (position if query_block_size is None else position // query_block_size * query_block_size) // block_size
+
+
 def signed_parameters(values: torch.Tensor, symmetric: bool) -> torch.Tensor:
     """
     The parameters `(..., K)` of a Toeplitz form by their signed distance: `(..., 2K - 1)` for a symmetric one,
@@ -56,6 +62,7 @@ def parameter_index(
     block_size: int | None = None,
     device: torch.device | str | None = None,
     size: int | None = None,
+    query_block_size: int | None = None,
 ) -> torch.Tensor:
     """
     The parameter of each entry at some input length, long `(length, length)`; K or more where there is none.
@@ -68,8 +75,8 @@ def parameter_index(
         if symmetric:
             return toeplitz_index(length, tile, device)
         assert size is not None
-        block = torch.arange(length, device=device) // tile
-        index = block[:, None] - block + size // 2
+        position = torch.arange(length, device=device)
+        index = query_blocks(position, tile, query_block_size)[:, None] - position // tile + size // 2
         return index.masked_fill((index < 0) | (index > size), size)
     position = torch.arange(length, device=device)
     row, column = torch.broadcast_tensors(position[:, None], position[None, :])
@@ -158,6 +165,7 @@ def expand(
     off: bool | float = False,
     on: bool | float = True,
     index: torch.Tensor | None = None,
+    query_block_size: int | None = None,
 ) -> torch.Tensor:
     """
     The value of every entry `(L, H, n, n)`, in memory of its own, given that of every parameter `(L, H, K)`.
@@ -175,7 +183,8 @@ def expand(
     if values.dim() == 4:
         return torch.nn.functional.pad(values[..., :length, :length], (0, new, 0, new), value=on)
     if index is None:
-        index = parameter_index(form, length, mask_length, symmetric, block_size, values.device, size=values.shape[-1])
+        sizes = (block_size, values.device, values.shape[-1], query_block_size)
+        index = parameter_index(form, length, mask_length, symmetric, *sizes)
     # One parameter beyond the last stands for every entry that has none.
     values = torch.nn.functional.pad(values, (0, 1), value=off)
     index = index.clamp(max=values.shape[-1] - 1)
@@ -220,6 +229,29 @@ def token_pairs(
     return torch.cat([negative.flip(0), positive])
 
 
+def rectangular_pairs(
+    queries: range, keys: range, block_size: int, query_block_size: int, num_parameters: int, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`token_pairs`] of tiles of more queries than keys, and how many pairs of a key with itself each parameter decides:
+    float64 `(K,)`. All keys are queries too.
+    """
+    first = torch.arange(0, queries.stop, query_block_size, device="cpu")[:, None]
+    key = torch.arange(keys.start, keys.stop, device="cpu")
+    least = first.clamp(min=queries.start)
+    most = (first + query_block_size).clamp(max=queries.stop)
+    number = (most - (torch.maximum(least, key + 1) if causal else least)).clamp(min=0).expand(len(first), len(key))
+
+    def by_parameter(starts, counts):
+        index = starts - key // block_size + num_parameters // 2
+        known = (index >= 0) & (index < num_parameters)
+        return counts.double()[known].new_zeros(num_parameters).index_add_(0, index[known], counts[known].double())
+
+    own = by_parameter(query_blocks(key, block_size, query_block_size), torch.ones_like(key))
+    pairs = by_parameter(first // block_size, number)
+    return pairs if causal else pairs - own, own
+
+
 def kept_by_head(
     keep: torch.Tensor,
     form: str,
@@ -231,6 +263,7 @@ def kept_by_head(
     special_rows: bool = True,
     known: int | None = None,
     causal: bool = False,
+    query_block_size: int | None = None,
 ) -> torch.Tensor:
     """
     Number of entries that each head of a mask keeps at some length, without making its table: int64 `(L, H)`.
@@ -246,6 +279,10 @@ def kept_by_head(
         # A sum would first turn the entries into integers of 8 bytes.
         counts = [head.count_nonzero() for head in (part.tril(-shift - 1) if causal else part).flatten(0, 1)]
         off_diagonal = torch.stack(counts).view(keep.shape[:2]) - (0 if causal else on_diagonal)
+    elif query_block_size is not None:
+        assert block_size is not None
+        both = rectangular_pairs(queries, keys, block_size, query_block_size, keep.shape[-1], causal)
+        off_diagonal, on_diagonal = ((keep.double() @ pairs).round().long() for pairs in both)
     else:
         pairs = token_pairs(queries, keys, block_size or 1, keep.shape[-1], symmetric, causal)
         off_diagonal = (keep.double() @ pairs).round().long()

@@ -7,7 +7,7 @@ Letters: L layers (1 when shared), H heads, n tokens, K parameters of a Toeplitz
 
 import torch
 
-from .expansion import check_length
+from .expansion import check_length, query_blocks
 from .sparse_mask import SparseMask
 
 
@@ -37,8 +37,10 @@ def exported_structure(mask: SparseMask, length: int, device: torch.device) -> t
         known = position if bounded else position.clamp(max=last)
         table = keep.index_select(2, known).index_select(3, known)
     else:
-        block = position if mask.block_size is None else position // mask.block_size
-        index = block[:, None] - block
+        size = mask.block_size or 1
+        block = position if size == 1 else position // size
+        first = block if mask.query_block_size is None else query_blocks(position, size, mask.query_block_size)
+        index = first[:, None] - block
         index = index.abs() if mask.symmetric else index + last // 2
         table = keep.index_select(2, index.clamp(0, last).flatten()).view(*keep.shape[:2], *index.shape)
         table = table & (index >= 0) & (index <= last)

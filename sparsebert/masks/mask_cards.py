@@ -138,12 +138,15 @@ def describe_mask(
     length = f"{description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}"
     diagonal = {True: "kept", False: "removed"}.get(description["diagonal"])
     signed = "" if description.get("symmetric", True) else "signed "
+    tiles = f"of two blocks of {description['block_size']} tokens"
+    if rows := description.get("query_block_size"):
+        tiles = f"of a block of {rows} queries and one of {description['block_size']} keys"
     special = _SPECIAL_TOKENS if description.get("special_rows", True) else _SPECIAL_COLUMNS
     rows = {
         "made by": origin,
         "removed": f"{sum(heads) / len(heads):.1%} of the pairs of tokens",
         "form": {"offsets": f"a bit per {signed}distance of two tokens", "table": "a bit per pair of tokens"}.get(
-            description["form"], f"a bit per {signed}distance of two blocks of {description['block_size']} tokens"
+            description["form"], f"a bit per {signed}distance {tiles}"
         ),
         "made for": length,
         "masks": f"{layers}, {len(sparsities[0])} heads",

@@ -45,7 +45,7 @@ MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFI
 MASK_FORMAT_VERSION = 1
 MASK_FORMAT_VERSIONS = (1, 2)
 # Fields that a description leaves out where a mask has the default.
-OPTIONAL: dict[str, Any] = {"rest": "none", "symmetric": True, "special_rows": True}
+OPTIONAL: dict[str, Any] = {"rest": "none", "symmetric": True, "special_rows": True, "query_block_size": None}
 # The code beside a BERT with a mask, for environments without this package.
 CODE_NAME = "modeling_frozen_sparsebert.py"
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..checks import check_choice, check_range
-from .expansion import num_distances
+from .expansion import FORMS, LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy, num_distances
 
 
 # A configuration's `diagonal` to that of a SparseMask.
@@ -15,7 +15,38 @@ LAST_TOKENS = ("real", "position")
 RESTS = ("none", "mean")
 
 
-def checked_keep(keep: Any, form: str, length: int, block_size: int | None, symmetric: Any) -> torch.Tensor:
+def checked_length_policy(
+    form: Any, special_tokens: Any, last_token: Any, diagonal: Any, rest: Any, length_policy: str | None
+) -> str:
+    """Check the choices that a mask has; returns its length policy."""
+    check_choice("form", form, FORMS)
+    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
+    check_choice("last_token", last_token, LAST_TOKENS)
+    check_choice("diagonal", diagonal, (None, True, False))
+    check_choice("rest", rest, RESTS)
+    length_policy = length_policy or default_length_policy(form)
+    check_choice("length_policy", length_policy, LENGTH_POLICIES)
+    if form == "table" and length_policy == "extend":
+        raise ValueError("length_policy 'extend' needs a Toeplitz form (offsets or blocks), got form 'table'")
+    return length_policy
+
+
+def check_query_block_size(size: Any, block_size: int | None, symmetric: Any) -> None:
+    """Check the number of queries of a tile, which only a mask of signed distances may have apart."""
+    if size is None:
+        return
+    check_range("query_block_size", size, 1)
+    if block_size is None or size == block_size or size % block_size:
+        raise ValueError(
+            f"query_block_size must be a larger multiple of block_size, got {size!r} with block_size {block_size!r}"
+        )
+    if symmetric:
+        raise ValueError(f"query_block_size {size!r} needs symmetric False, as such tiles have no mirror image")
+
+
+def checked_keep(
+    keep: Any, form: str, length: int, block_size: int | None, symmetric: Any, query_block_size: Any = None
+) -> torch.Tensor:
     """A copy of the parameters of a mask, bool `(L, H, K)` or `(L, H, n, n)`, on the CPU."""
     if (form == "blocks") != (block_size is not None):
         raise ValueError(
@@ -24,6 +55,7 @@ def checked_keep(keep: Any, form: str, length: int, block_size: int | None, symm
     if block_size is not None:
         check_range("block_size", block_size, 1)
     check_choice("symmetric", symmetric, (True, False))
+    check_query_block_size(query_block_size, block_size, symmetric)
     if form == "table" and not symmetric:
         raise ValueError("symmetric False needs a Toeplitz form (offsets or blocks), got form 'table'")
     if not isinstance(keep, torch.Tensor):

@@ -21,13 +21,10 @@ import torch
 from huggingface_hub import CommitInfo
 from transformers.utils import CONFIG_NAME
 
-from ..checks import check_choice, check_range, printable
+from ..checks import check_range, printable
 from .expansion import (
-    FORMS,
-    LENGTH_POLICIES,
     SPECIAL_TOKENS,
     check_length,
-    default_length_policy,
     expand,
     fill_fixed_entries,
     kept_by_head,
@@ -47,7 +44,7 @@ from .mask_files import (
     write_mask_files,
 )
 from .mask_sources import check_subfolder, find_mask_files
-from .mask_tensors import LAST_TOKENS, RESTS, check_special_rows, checked_keep, checked_rest_bias
+from .mask_tensors import check_special_rows, checked_keep, checked_length_policy, checked_rest_bias
 from .pushing import push_folder
 
 
@@ -94,6 +91,8 @@ class SparseMask:
             has K bits, this one has 2K - 1, that of the distance d at the index `d + K - 1`.
         special_rows (`bool`, *optional*, defaults to `True`): Whether the special tokens attend to all tokens.
             `False` leaves what they attend to, apart from the special tokens, to `keep`.
+        query_block_size (`int`, *optional*): Q, for form `"blocks"` that is not symmetric: tiles of Q queries, a
+            multiple of B, and B keys. The signed distance is then `i // Q * Q // B - j // B`.
 
     Raises:
         ValueError: If a field is out of its range or `keep` does not fit the form.
@@ -120,25 +119,19 @@ class SparseMask:
         metadata: dict[str, Any] | None = None,
         symmetric: bool = True,
         special_rows: bool = True,
+        query_block_size: int | None = None,
     ):
-        check_choice("form", form, FORMS)
-        check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
-        check_choice("last_token", last_token, LAST_TOKENS)
-        check_choice("diagonal", diagonal, (None, True, False))
-        check_choice("rest", rest, RESTS)
-        length_policy = length_policy or default_length_policy(form)
-        check_choice("length_policy", length_policy, LENGTH_POLICIES)
-        if form == "table" and length_policy == "extend":
-            raise ValueError("length_policy 'extend' needs a Toeplitz form (offsets or blocks), got form 'table'")
+        length_policy = checked_length_policy(form, special_tokens, last_token, diagonal, rest, length_policy)
         check_range("length", length, 1)
         check_metadata({} if metadata is None else metadata)
         check_special_rows(special_rows, special_tokens)
-        self.keep = checked_keep(keep, form, length, block_size, symmetric)
+        self.keep = checked_keep(keep, form, length, block_size, symmetric, query_block_size)
         self.rest = rest
         self.rest_bias = checked_rest_bias(rest_bias, rest, self.num_heads)
         self.length = length
         self.form = form
         self.block_size = block_size
+        self.query_block_size = query_block_size
         self.special_tokens = special_tokens
         self.last_token = last_token
         self.diagonal = None if diagonal is None else bool(diagonal)
@@ -206,7 +199,8 @@ class SparseMask:
         if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
             raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
         self.check_length(length)
-        return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy, self.symmetric)
+        sizes, rows = (length, self.length, self.block_size), self.query_block_size
+        return expand(self.keep, self.form, *sizes, self.length_policy, self.symmetric, query_block_size=rows)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
         """
@@ -226,7 +220,7 @@ class SparseMask:
         Fraction of entries kept at a length, averaged over heads and layers. `causal`: keys j > query i are removed.
         """
         self.check_length(length)
-        kept = int(kept_by_head(self.keep, *self._shape(length), self._known, causal).sum())
+        kept = int(kept_by_head(self.keep, *self._shape(length), self._known, causal, self.query_block_size).sum())
         return kept / (self.num_layers * self.num_heads * length**2)
 
     @property
@@ -250,7 +244,7 @@ class SparseMask:
 
     def head_sparsities(self) -> list[list[float]]:
         """Fraction of entries removed at the mask's own length, by layer and head."""
-        kept = kept_by_head(self.keep, *self._shape(self.length))
+        kept = kept_by_head(self.keep, *self._shape(self.length), query_block_size=self.query_block_size)
         return (1 - kept.double() / self.length**2).tolist()
 
     def num_empty_rows(self, length: int | None = None, window: int | None = None) -> int:
@@ -259,7 +253,7 @@ class SparseMask:
         `window` from the query do not count, even special tokens.
         """
         length = self.length if length is None else length
-        if self.form == "table" or (window is not None and length > self.length):
+        if self.form == "table" or self.query_block_size or (window is not None and length > self.length):
             table = self.to_table(length)
             return int((~(table if window is None else table.triu(-window).tril(window)).any(-1)).sum())
         self.check_length(length)

@@ -112,9 +112,9 @@ def tile_shares(base: torch.Tensor, side: int) -> tuple[float, float]:
 def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = False) -> tuple[float, float]:
     """
     [`tile_shares`] of a mask, over all its layers, without the rows and columns of special tokens. For Toeplitz forms
-    no table is made.
+    of square tiles no table is made.
     """
-    if mask.form == "table":
+    if mask.form == "table" or mask.query_block_size is not None:
         layers = (base_table(mask.replace(keep=layer), length, causal)[0] for layer in mask.keep)
         shares = torch.tensor([tile_shares(table, side) for table in layers], dtype=torch.float64)
         some, every = shares.mean(0).tolist()

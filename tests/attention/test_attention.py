@@ -105,6 +105,7 @@ def poisoned_memory():
 SIGNED = {
     "signed offsets": {"form": "offsets", "special_tokens": "first_last", "special_rows": False, "symmetric": False},
     "signed blocks": {"form": "blocks", "special_tokens": "first", "symmetric": False},
+    "slabs": {"form": "blocks", "special_tokens": "first_last", "symmetric": False, "query_block_size": 64},
     "columns and blocks": {"form": "blocks", "special_tokens": "first_last", "special_rows": False},
     "columns and table": {"form": "table", "special_tokens": "first", "special_rows": False},
 }

@@ -149,6 +149,7 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
         {"strided": True},
         {"symmetric": False},
         {"symmetric": False, "block_size": 16, "queries": 21},
+        {"symmetric": False, "block_size": 16, "query_block_size": 48, "diagonal": False},
         {"symmetric": False, "causal": True, "special_tokens": "first", "special_rows": False},
         {"special_rows": False},
         {"special_rows": False, "diagonal": False, "window": 7},
@@ -186,7 +187,7 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
         if last is not None and mask.last_token != "real":
             last = torch.full_like(last, length - 1)
         flags = (options["special_tokens"] != "none", mask.special_rows, mask.diagonal is not False, causal)
-        flags = (*flags, block_size, length)
+        flags = (*flags, mask.query_block_size or block_size, length)
         signed = signed_parameters(mask.keep[0], mask.symmetric)
         output = torch.ops.sparsebert.csr_attention(
             *(query, key, value, *signed_offsets(signed, block_size, mask.diagonal), padding, last, None),

@@ -55,6 +55,15 @@ def test_entry_by_entry(form, symmetric, policy, length):
     assert torch.equal(expand(values, form, length, N, BLOCK, index=index, **options), table)
 
 
+@pytest.mark.parametrize("length", [1, 8, N, N + 4])
+def test_tiles_of_more_queries_than_keys(length):
+    values = torch.arange(1, 14.0)  # of the distances -6 to 6
+    table = expand(values[None, None], "blocks", length, N, 1, symmetric=False, off=-1.0, query_block_size=BLOCK)
+    wanted = [[i // BLOCK * BLOCK - j for j in range(length)] for i in range(length)]
+    wanted = [[d + 7.0 if abs(d) < 7 else -1.0 for d in row] for row in wanted]
+    assert torch.equal(table[0, 0], torch.tensor(wanted))
+
+
 @pytest.mark.parametrize("form, symmetric", CASES)
 def test_gradients(form, symmetric):
     values = parameters(form, symmetric).requires_grad_()

@@ -256,6 +256,31 @@ def test_hostile_description(tmp_path, field, value, message):
     "changes, message",
     [
         ({}, None),
+        ({"query_block_size": 4}, "query_block_size must be a larger multiple of block_size, got 4 with block_size 4"),
+        ({"query_block_size": 10}, "query_block_size must be a larger multiple of block_size, got 10"),
+        ({"query_block_size": "8"}, "query_block_size must be an integer of at least 1, got '8'"),
+        ({"query_block_size": None}, "the sparsity is described as"),
+        ({"format_version": 1}, "metadata: the names must be text, and not those of a mask's own fields"),
+        ({"symmetric": True}, "query_block_size 8 needs symmetric False"),
+    ],
+    ids=str,
+)
+def test_files_of_tiles_of_more_queries_than_keys(tmp_path, changes, message):
+    mask = make_mask("blocks", symmetric=False, query_block_size=8)
+    mask.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["format_version"] == 2
+    edit_config(tmp_path, **changes)
+    if message is None:
+        assert SparseMask.from_pretrained(tmp_path) == mask != mask.replace(query_block_size=None)
+    else:
+        with pytest.raises(MaskFileError, match=message):
+            SparseMask.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, None),
         ({"special_rows": True}, "the sparsity is described as"),
         ({"symmetric": 0}, "symmetric must be False, got 0"),
         ({"symmetric": "no"}, "symmetric must be one of True, False, got 'no'"),

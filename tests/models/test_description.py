@@ -34,6 +34,7 @@ OTHERS = {
 }  # fmt: skip
 # Only beside another one.
 TOGETHER = {
+    "query_block_size": {"query_block_size": 128, "symmetric": False},
     "probability_map_kwargs": {"probability_map": "topk", "probability_map_kwargs": {"k": 4}},
     "token_mixers": {"token_mixers": ["average", "attention"]},
     "pattern": {"search": None, "pattern": "dense"},

@@ -32,6 +32,7 @@ MASKS = {
     "empty rows": {"density": 0.05},
     "signed offsets": {"form": "offsets", "symmetric": False, "special_tokens": "first", "special_rows": False},
     "signed blocks": {"form": "blocks", "symmetric": False, "special_tokens": "first_last"},
+    "slabs": {"form": "blocks", "symmetric": False, "special_tokens": "first_last", "query_block_size": 20},
     "columns": {"special_tokens": "first_last", "special_rows": False, "diagonal": True},
 }
 MODEL_HEADS = (

@@ -49,6 +49,7 @@ FORMS["table_rest"] = FORMS["empty_rows"] | {"rest": "mean"}
 FORMS["offsets_signed"] = FORMS["offsets"] | {"keep": torch.rand(4, 17, generator=DRAW) < 0.4, "symmetric": False}
 FORMS["offsets_columns"] = FORMS["offsets_signed"] | {"special_rows": False, "rest": "mean"}
 FORMS["blocks_signed"] = FORMS["blocks"] | {"keep": torch.rand(4, 7, generator=DRAW) < 0.4, "symmetric": False}
+FORMS["blocks_slabs"] = FORMS["blocks_signed"] | {"query_block_size": 2 * FORMS["blocks"]["block_size"]}
 FORMS["table_columns"] = FORMS["table"] | {"special_tokens": "first", "special_rows": False}
 for name, mask_fields in FORMS.items():
     FORMS[name] = {"form": "offsets" if "offsets" in name else "table"} | mask_fields

@@ -47,6 +47,9 @@ SEARCHES = {
     "dam_b": {"search": "dam_b", "block_size": 16, "mask_length": 40},
     "signed": {"symmetric": False, "special_rows": False},
     "signed tiles": {"search": "dam_b", "symmetric": False, "block_size": 16, "mask_length": 40},
+    "slabs": {
+        **{"search": "dam_b", "symmetric": False, "block_size": 16, "query_block_size": 32, "mask_length": 40},
+    },
     "vertical_slash": {"search": "vertical_slash"},
 }
 

@@ -88,7 +88,7 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
 
 def _kind(mask, num_heads, room):
     """How to store the pictures, and cells along a side."""
-    if mask.length <= EXACT_LENGTH and mask.form != "table":
+    if mask.length <= EXACT_LENGTH and mask.form != "table" and mask.query_block_size is None:
         return "toeplitz", mask.length
     if mask.length <= EXACT_LENGTH and num_heads * -(-(mask.length**2) // 8) <= room:
         return "entries", mask.length

@@ -122,6 +122,7 @@ def mask_table(masks: Sequence[PageMask]) -> Table:
 def _mask_row(entry):
     mask = entry.mask
     form = mask.form if mask.block_size is None else f"{mask.form} of {mask.block_size}"
+    form = form if mask.query_block_size is None else f"{form} for {mask.query_block_size} queries"
     form = form if mask.symmetric else f"{form}, signed"
     columns = "" if mask.special_rows else ", their columns"
     layers = "all layers alike" if mask.num_layers == 1 else f"{mask.num_layers} layers"

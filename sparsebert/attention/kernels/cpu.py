@@ -215,9 +215,9 @@ def signed_offsets(
     """
     The live keys of a query under the parameters `(H, 2K - 1)` of a Toeplitz mask by their signed distance, see
     [`signed_parameters`], as offsets from the first token of its block: `begin` and `end` `(H, 1)` and `offsets`
-    `(E,)`, int32. Query i of head h attends to `i - i % B + offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as
-    far as there are such positions. Only blocks of one token can express a fixed diagonal; for others the operator
-    applies it itself.
+    `(E,)`, int32. Query i of head h attends to `i - i % Q + offsets[begin[h, 0] : end[h, 0]]`, Q being the queries of
+    a tile, in ascending order, as far as there are such positions. Only blocks of one token can express a fixed
+    diagonal; for others the operator applies it itself.
     """
     if block_size == 1 and diagonal is not None:
         keep = keep.clone()
@@ -350,7 +350,7 @@ def csr_backend(
         mask.special_rows,
         mask.diagonal is not False,
         inputs.causal,
-        0 if mask.form == "table" else mask.block_size or 1,
+        0 if mask.form == "table" else mask.query_block_size or mask.block_size or 1,
         mask.length if mask.length_policy == "dense" else inputs.num_keys,
         mask.diagonal is True,
         -1 if inputs.window is None else inputs.window,

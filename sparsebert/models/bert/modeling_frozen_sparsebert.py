@@ -81,7 +81,9 @@ def expand(keep, mask, length):
         table = keep.index_select(2, inside).index_select(3, inside)
     else:
         block = position // (mask["block_size"] or 1)
-        offset = block[:, None] - block
+        rows = mask.get("query_block_size")
+        first = block if rows is None else position // rows * rows // mask["block_size"]
+        offset = first[:, None] - block
         offset = offset.abs() if mask.get("symmetric", True) else offset + last // 2  # the parameters of signed ones
         table = keep[..., offset.clamp(0, last)] & (offset >= 0) & (offset <= last)
     is_new = position >= known

@@ -48,7 +48,7 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
             "was pruned, or its P is 0, which does not rank what was removed"
         )
-    fields = ("special_tokens", "special_rows", "last_token", "diagonal", "length_policy")
+    fields = ("special_tokens", "special_rows", "last_token", "diagonal", "length_policy", "query_block_size")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
     return to_sparse_mask(
         kept,
@@ -73,7 +73,8 @@ def _scores(run, fixed):
         symmetric = odds.shape[-1] != length**2
     signed = mask.form != "table" and not symmetric
     size = 2 * -(-length // (mask.block_size or 1)) - 1 if signed else None
-    index = parameter_index(mask.form, length, length, symmetric, mask.block_size, size=size)
+    rows = mask.query_block_size
+    index = parameter_index(mask.form, length, length, symmetric, mask.block_size, size=size, query_block_size=rows)
     scores = torch.full((mask.num_layers, mask.num_heads, size or int(index.max()) + 1), -torch.inf)
     if of_parameters:
         start = (size - odds.shape[-1]) // 2 if signed else 0
@@ -109,6 +110,7 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
         keep=keep,
         form="table",
         block_size=None,
+        query_block_size=None,
         symmetric=True,
         length_policy=table_policy(mask.length_policy),
         metadata=mask.metadata | {"pattern": "random", "pattern_seed": seed, "search": None},
