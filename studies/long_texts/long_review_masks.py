@@ -114,7 +114,7 @@ def _run(cell, folder):
     data = {name: cell[name] for name in names} | {"pack": False, "patterns": False, "timed": False}
     data |= {"model": str(folder / "run"), "data": str(folder / "unlabeled.jsonl")}
     data |= {"validation": str(folder / "test.jsonl")}
-    target = {"target_sparsity": cell["sparsity"]}
+    target = {"target_sparsity": cell["sparsity"], "rest": "none"}
     own = {"objective": "answers", "steps": cell["steps"], "output_dir": str(folder / LEARNED)}
     searched = search_post_hoc({"data": data | own, "model": target | {"search": cell["search"]}})
     metrics |= {"search_seconds": searched["seconds"]["search"], "removed": searched["sparsity"][LEARNED]}

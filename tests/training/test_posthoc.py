@@ -160,7 +160,7 @@ def test_heads_learn_their_share_of_one_budget():
             layer.attention.self.value.bias[: stock.config.hidden_size // HEADS].zero_()
     kept = {}
     for scope in ("head", "global"):
-        model = searching("bert", copy.deepcopy(stock), search="dam_u", sparsity_scope=scope)
+        model = searching("bert", copy.deepcopy(stock), search="dam_u", sparsity_scope=scope, rest="none")
         dense = carrier(model)
         start_from_attention(model, dense, random_batches(ROWS, 8, 2))
         learn_mask(model, random_batches(ROWS, 8, 20), 20, 0.1, dense)
@@ -576,12 +576,21 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
         search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
 
 
-@pytest.mark.parametrize("name", ["dam_s", "vertical_slash"])
-def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path, name):
-    metrics = search(model_folder, text, tmp_path / "out", search=name, steps=0, patterns=False)
+@pytest.mark.parametrize(
+    ("fields", "rest"),
+    [
+        ({"search": "dam_s"}, "mean"),
+        ({"search": "dam_s", "mask_form": "multiplicative"}, "none"),
+        ({"search": "vertical_slash", "rest": "none"}, "none"),
+    ],
+)
+def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path, fields, rest):
+    """With a rest, unless it is told otherwise or the rest has no meaning."""
+    metrics = search(model_folder, text, tmp_path / "out", steps=0, patterns=False, **fields)
     found = metrics["agreement"]
     assert found["learned"]["layer_error"] == pytest.approx(found["dense model's attention"]["layer_error"])
-    assert metrics["search_outcome"]["warnings"] == [] and load(tmp_path / "out").sparse_attention.mask.num_layers == 3
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert metrics["search_outcome"]["warnings"] == [] and (mask.num_layers, mask.rest) == (3, rest)
 
 
 @pytest.mark.parametrize(

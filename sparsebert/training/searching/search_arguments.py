@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ...masks.sparse_mask import SparseMask
 
 # Defaults of SparseBertConfig that differ after training: every step keeps the entries of the largest P, with a budget
-# for all heads together.
+# for all heads together, and what is removed leaves a rest.
 FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
@@ -54,6 +54,7 @@ FIELDS: dict[str, Any] = {
     "hard": True,
     "noise_scale": 0.0,
     "mask_logit_scale": 1.0,
+    "rest": "mean",
 }
 
 
@@ -249,6 +250,12 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     check_kept(str(options.output_dir), "model", options)
     _check_mask(options, fields, given)
     config = _check_model(options)
+    if "rest" in fields.keys() - given.keys() and (
+        getattr(config, "is_decoder", False)
+        or fields.get("mask_form") == "multiplicative"
+        or fields.get("probability_map", "softmax") != "softmax"
+    ):
+        fields = fields | {"rest": "none"}
     model = _model_without_weights(config)
     if shares_weights(config):
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
