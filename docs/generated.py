@@ -1,5 +1,5 @@
 """
-What the pages do not say by hand: tables of the registries and fields, and the modules of the API.
+What the pages do not say by hand: tables of the registries and fields, the modules of the API, and the help of verbs.
 
     python docs/generated.py            # writes the tables anew
     python docs/generated.py --check    # changes nothing; ends with 1 if a table is not that of the package
@@ -24,7 +24,8 @@ import sparsebert
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import WANTED
 from sparsebert.attention.choosing.choice import CHOICES
-from sparsebert.commands import VERBS
+from sparsebert.commands import VERBS, written_help
+from sparsebert.commands._help import verb_help
 from sparsebert.data.tasks import TASKS
 from sparsebert.learning.progressive_pruning import ProgressivePruning
 from sparsebert.learning.searches import SEARCHES, num_parameters
@@ -270,14 +271,20 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python docs/generated.py", description="Write the tables of the package.")
     parser.add_argument("--check", action="store_true", help="change nothing, end with 1 if a page is out of date")
     options, stale = parser.parse_args(arguments), False
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        if (new := written(text)) != text:
+    pages = {page: written(page.read_text(encoding="utf-8")) for page in sorted((ROOT / "docs").glob("*.md"))}
+    for page, new in (pages | _help_pages()).items():
+        if not page.is_file() or page.read_text(encoding="utf-8") != new:
             stale = True
             print(f"{page.relative_to(ROOT)}: {'out of date' if options.check else 'written'}")
             if not options.check:
                 page.write_text(new, encoding="utf-8")
     return int(stale and options.check)
+
+
+def _help_pages():
+    """The help of the verbs that need no checkout, by the files that the command prints."""
+    verbs = [verb for verb in VERBS if verb not in ("reproduce", "translate")]
+    return {written_help(verb): f"{verb_help(verb, _command(verb), False)}\n" for verb in verbs}
 
 
 def verbs(_):

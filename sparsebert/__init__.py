@@ -9,59 +9,83 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import plugin
-from .analysis.plans import Plan, plan
-from .attention.dot_product import sparse_dot_product_attention
-from .attention.probability_maps import PROBABILITY_MAPS
-from .learning.searches import SEARCHES
-from .masks.mask_files import MaskFileError
-from .masks.patterns import PATTERNS, build_pattern
-from .masks.sparse_mask import SparseMask
-from .models.architectures import ARCHITECTURES
-from .models.attaching import attach, detach, sparsity, sparsity_loss
-from .models.bert.configuration_sparsebert import SparseBertConfig
-from .models.bert.modeling_sparsebert import (
-    SparseBertForMaskedLM,
-    SparseBertForMultipleChoice,
-    SparseBertForNextSentencePrediction,
-    SparseBertForPreTraining,
-    SparseBertForQuestionAnswering,
-    SparseBertForSequenceClassification,
-    SparseBertForTokenClassification,
-    SparseBertLMHeadModel,
-    SparseBertModel,
-    SparseBertPreTrainedModel,
-)
-from .models.bert.token_mixers import MIXERS
-from .models.inference.compiling import compile
-from .models.lengthening import extend_positions
-from .models.loading import load
-from .models.quantization import quantize
-from .models.sparse_attention import SparseAttention
 from .version import __version__
 
 
 if TYPE_CHECKING:
+    from .analysis.plans import Plan, plan
+    from .attention.dot_product import sparse_dot_product_attention
+    from .attention.probability_maps import PROBABILITY_MAPS
     from .learning.progressive_pruning import ProgressivePruning
     from .learning.search_schedule import SearchSchedule
+    from .learning.searches import SEARCHES
+    from .masks.mask_files import MaskFileError
+    from .masks.patterns import PATTERNS, build_pattern
+    from .masks.sparse_mask import SparseMask
+    from .models.architectures import ARCHITECTURES
+    from .models.attaching import attach, detach, sparsity, sparsity_loss
+    from .models.bert.configuration_sparsebert import SparseBertConfig
+    from .models.bert.modeling_sparsebert import (
+        SparseBertForMaskedLM,
+        SparseBertForMultipleChoice,
+        SparseBertForNextSentencePrediction,
+        SparseBertForPreTraining,
+        SparseBertForQuestionAnswering,
+        SparseBertForSequenceClassification,
+        SparseBertForTokenClassification,
+        SparseBertLMHeadModel,
+        SparseBertModel,
+        SparseBertPreTrainedModel,
+    )
+    from .models.bert.token_mixers import MIXERS
+    from .models.inference.compiling import compile
+    from .models.lengthening import extend_positions
+    from .models.loading import load
+    from .models.quantization import quantize
+    from .models.sparse_attention import SparseAttention
     from .training.searching.rest_bias import calibrate_rest
     from .training.trainer import SparseBertTrainer
 
-# The Trainer of transformers and its callbacks bring in PEFT, datasets and accelerate.
-_FOR_TRAINING = {
-    "ProgressivePruning": ".learning.progressive_pruning",
-    "SearchSchedule": ".learning.search_schedule",
-    "SparseBertTrainer": ".training.trainer",
-    "calibrate_rest": ".training.searching.rest_bias",
+# Where the public names are, which are imported when they are first used: all need PyTorch, most the models of
+# transformers, and those of `training` also PEFT, datasets and accelerate.
+_HOMES = {
+    "analysis.plans": "Plan plan",
+    "attention.dot_product": "sparse_dot_product_attention",
+    "attention.probability_maps": "PROBABILITY_MAPS",
+    "learning.progressive_pruning": "ProgressivePruning",
+    "learning.search_schedule": "SearchSchedule",
+    "learning.searches": "SEARCHES",
+    "masks.mask_files": "MaskFileError",
+    "masks.patterns": "PATTERNS build_pattern",
+    "masks.sparse_mask": "SparseMask",
+    "models.architectures": "ARCHITECTURES",
+    "models.attaching": "attach detach sparsity sparsity_loss",
+    "models.bert.configuration_sparsebert": "SparseBertConfig",
+    "models.bert.modeling_sparsebert": """
+        SparseBertForMaskedLM SparseBertForMultipleChoice SparseBertForNextSentencePrediction SparseBertForPreTraining
+        SparseBertForQuestionAnswering SparseBertForSequenceClassification SparseBertForTokenClassification
+        SparseBertLMHeadModel SparseBertModel SparseBertPreTrainedModel
+    """,
+    "models.bert.token_mixers": "MIXERS",
+    "models.inference.compiling": "compile",
+    "models.lengthening": "extend_positions",
+    "models.loading": "load",
+    "models.quantization": "quantize",
+    "models.sparse_attention": "SparseAttention",
+    "training.searching.rest_bias": "calibrate_rest",
+    "training.trainer": "SparseBertTrainer",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if plugin.wanted():
-    plugin.enable()
+    plugin.enable_later()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FOR_TRAINING:
-        return getattr(importlib.import_module(_FOR_TRAINING[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

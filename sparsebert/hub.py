@@ -207,8 +207,8 @@ def check_available(
     within = f"{subfolder}/" if subfolder else ""
     options = [name, *(within + file for file in fetch.split())] + (["--revision", revision] if revision else [])
     raise LocalEntryNotFoundError(
-        f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
-        f"connection, fetch it with: hf download {' '.join(options)}"
+        f"{name}: there is no such folder, {' or '.join(paths)} is not in the cache, and the Hub is not asked "
+        f"({reason}). Where there is a connection, fetch it with: hf download {' '.join(options)}"
     )
 
 

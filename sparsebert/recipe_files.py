@@ -14,7 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from .checks import nearest
@@ -141,6 +140,8 @@ def load_recipe(
 
 def field_types(sections: Mapping[str, type], excluded: Mapping[str, Iterable[str]] = {}) -> FieldTypes:
     """The annotations of the fields of each section, without those that are excluded."""
+    import torch
+
     found = {}
     for section, cls in sections.items():
         try:

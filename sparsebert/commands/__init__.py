@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HTTPError, StrictDataclassError
@@ -22,8 +23,6 @@ from safetensors import SafetensorError
 from .. import plugin
 from ..checks import is_out_of_memory, nearest, printable, shortened
 from ..files import is_unicode
-from ..hub import explained
-from ..learning.rank_agreement import MaskMismatchError
 from ..signals import ending_signals, next_one_ends
 from ..version import __version__
 from ._command import Command
@@ -54,8 +53,6 @@ REFUSED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, S
 
 def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     """The [`Command`] of a command line, and the values that it sets, by section and field; nothing is run."""
-    from ._words import read_words
-
     for word in arguments:
         if not is_unicode(word):  # recipes, cards and weights could not be written with it
             raise ValueError(
@@ -65,8 +62,18 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     verb, *rest = arguments
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
+    from ._words import read_words
+
     command = _command_of(verb, rest)
     return command, read_words(rest, command)
+
+
+def written_help(verb: str) -> Path:
+    """
+    The file with the help of a verb, which `docs/generated.py` writes: what its fields and their defaults are is known
+    to modules that take seconds to import. Verbs that only a checkout has are without.
+    """
+    return Path(__file__).with_name("help") / f"{verb if verb in VERBS else ''}.txt"
 
 
 def _command_of(verb, arguments):
@@ -147,6 +154,10 @@ def _outcome(error):
         return "what was given is nested too deeply", 2
     if isinstance(error, REFUSED):
         return error, 2
+    # Imported here, since these bring in PyTorch.
+    from ..hub import explained
+    from ..learning.rank_agreement import MaskMismatchError
+
     if isinstance(error, HTTPError):
         return explained(error), 1
     if isinstance(error, SafetensorError):
@@ -176,6 +187,8 @@ def _run(arguments):
         from ._help import overview
 
         print(overview(VERBS))
+    elif len(arguments) == 2 and arguments[1] in ("-h", "--help") and written_help(verb).is_file():
+        print(written_help(verb).read_text(encoding="utf-8"), end="")
     elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
         from ._help import verb_help
 

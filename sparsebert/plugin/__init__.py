@@ -6,34 +6,38 @@ is where a model comes from and goes to, and stock classes, so methods of their 
 """
 
 import os
+from typing import Any
 
-from huggingface_hub import HfApi
-from transformers import PreTrainedModel
-from transformers.integrations import PeftAdapterMixin
-from transformers.utils import PushToHubMixin
-
-from ..attention.interface import register_names, unregister_names
-from ..models import saving
-from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
-from .adapters import adapter_config, load_adapter, save_adapters, set_adapter
 from .replacements import AfterImport, Replacement
-from .stock_models import folder_additions, from_pretrained, save_pretrained, upload
 
 
 SWITCH = "SPARSEBERT_PLUGIN"
 
-_replaced: list[AfterImport | Replacement] = []
+_undone: list[AfterImport | Replacement] = []
 
 
 def wanted() -> bool:
-    """Whether the import is to call [`enable`]: unless the environment variable `SPARSEBERT_PLUGIN` is `0`."""
+    """Whether the import is to enable this: unless the environment variable `SPARSEBERT_PLUGIN` is `0`."""
     return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "no", "off")
+
+
+def enable_later() -> None:
+    """
+    Have [`enable`] called as soon as transformers has imported models or configurations, or at once if it has already.
+    Until then there is nothing to extend, and the import of sparsebert stays quick.
+    """
+    if _undone:
+        return
+    _undone.append(AfterImport(_extend_uploads, "huggingface_hub.hf_api"))
+    # PEFT imports transformers, and is whole when it is extended.
+    modules = ("transformers.modeling_utils", "transformers.models.auto.configuration_auto")
+    _undone.append(AfterImport(enable, *modules, packages=("transformers", "sparsebert", "peft")))
 
 
 def enable() -> None:
     """
-    Extend transformers and PEFT in this process. Importing sparsebert calls this, unless the environment variable
-    `SPARSEBERT_PLUGIN` is `0`; a second call changes nothing.
+    Extend transformers and PEFT in this process. Importing sparsebert has this called as soon as transformers imports
+    models, unless the environment variable `SPARSEBERT_PLUGIN` is `0`; a second call changes nothing.
 
     - `from_pretrained` of stock models attaches the mask beside the weights, and loads other models as before;
       `save_pretrained` of a model made of several saves the masks of its parts, too, which are attached with it. That
@@ -42,25 +46,51 @@ def enable() -> None:
     - PEFT saves the mask of a model with its adapters, and attaches it with them. PEFT itself is not imported.
     - `Auto*` classes know the model type `sparsebert`, and `attn_implementation` the names of the backends.
     """
-    if _replaced:
+    from transformers import PreTrainedModel
+    from transformers.integrations import PeftAdapterMixin
+    from transformers.utils import PushToHubMixin
+
+    from ..attention.interface import register_names
+    from ..models import saving
+    from ..models.bert.auto_classes import register_auto_classes
+    from .adapters import load_adapter, set_adapter
+    from .stock_models import from_pretrained, save_pretrained, upload
+
+    if saving.plugin_enabled:  # perhaps since one of these was imported
         return
+    saving.plugin_enabled = True
+    if not _undone:
+        _undone.append(AfterImport(_extend_uploads, "huggingface_hub.hf_api"))
     register_auto_classes()
     register_names()
-    _replaced.append(Replacement(PreTrainedModel, "from_pretrained", from_pretrained))
-    _replaced.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
-    _replaced.append(Replacement(PushToHubMixin, "_upload_modified_files", upload))
-    _replaced.append(Replacement(HfApi, "_prepare_upload_folder_additions", folder_additions))
-    _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
-    _replaced.append(Replacement(PeftAdapterMixin, "set_adapter", set_adapter))
-    _replaced.append(AfterImport("peft", _extend_peft))
-    saving.plugin_enabled = True
+    _undone.append(Replacement(PreTrainedModel, "from_pretrained", from_pretrained))
+    _undone.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
+    _undone.append(Replacement(PushToHubMixin, "_upload_modified_files", upload))
+    _undone.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
+    _undone.append(Replacement(PeftAdapterMixin, "set_adapter", set_adapter))
+    _undone.append(AfterImport(_extend_peft, "peft"))
 
 
-def _extend_peft(peft):
-    _replaced.append(Replacement(peft.config.PeftConfigMixin, "from_json_file", adapter_config))
-    _replaced.append(Replacement(peft.PeftModel, "load_adapter", load_adapter))
-    _replaced.append(Replacement(peft.PeftModel, "set_adapter", set_adapter))
-    _replaced.append(Replacement(peft.PeftModel, "save_pretrained", save_adapters))
+def _extend_uploads():
+    from huggingface_hub.hf_api import HfApi
+
+    def additions(*args: Any, **kwargs: Any) -> Any:
+        from .stock_models import folder_additions
+
+        return folder_additions(*args, **kwargs)
+
+    _undone.append(Replacement(HfApi, "_prepare_upload_folder_additions", additions))
+
+
+def _extend_peft():
+    import peft
+
+    from .adapters import adapter_config, load_adapter, save_adapters, set_adapter
+
+    _undone.append(Replacement(peft.config.PeftConfigMixin, "from_json_file", adapter_config))
+    _undone.append(Replacement(peft.PeftModel, "load_adapter", load_adapter))
+    _undone.append(Replacement(peft.PeftModel, "set_adapter", set_adapter))
+    _undone.append(Replacement(peft.PeftModel, "save_pretrained", save_adapters))
 
 
 def disable() -> None:
@@ -70,8 +100,12 @@ def disable() -> None:
     [`load`], [`attach`] and `save_pretrained` of models with a mask still work. A model with a mask enters the names
     of its backends in the table again when it is made or run, and [`load`] the model type `sparsebert`.
     """
+    while _undone:
+        _undone.pop().undo()
+    from ..attention.interface import unregister_names
+    from ..models import saving
+    from ..models.bert.auto_classes import unregister_auto_classes
+
     saving.plugin_enabled = False
-    while _replaced:
-        _replaced.pop().undo()
     unregister_names()
     unregister_auto_classes()

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -45,38 +46,53 @@ class Replacement:
 
 class AfterImport(MetaPathFinder):
     """
-    Runs a function of a module as soon as that is imported, or at once if it is already.
+    Runs a function as soon as one of some modules has been imported and no import of their packages is under way in
+    this thread, so that it may import all that is in them; at once if one is there already.
 
     Args:
-        name (`str`): The module.
-        function (`Callable`): Called with it.
+        function (`Callable`): Called once.
+        modules (`str`): Names of the modules.
+        packages (`tuple[str, ...]`, *optional*): Names of the packages; by default those of the modules.
     """
 
-    def __init__(self, name: str, function: Callable[[Any], None]) -> None:
-        self.name, self.function = name, function
-        if name in sys.modules:
-            function(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, self)
+    def __init__(self, function: Callable[[], None], *modules: str, packages: tuple[str, ...] = ()) -> None:
+        self.function, self.modules = function, {*modules}
+        self.packages = packages or tuple(name.partition(".")[0] for name in modules)
+        self.thread = threading.local()
+        sys.meta_path.insert(0, self)
+        self._run_if_there(self.modules)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """What the other finders find, which runs the function if it is not only looked for but imported."""
-        if fullname != self.name:
+        """What the finders below this one find, which runs the function if it is not only looked for but imported."""
+        if fullname.partition(".")[0] not in self.packages or self not in sys.meta_path:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        below = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in below)), None)
         if spec is None or spec.loader is None:
             return spec
         execute: Any = spec.loader.exec_module
 
         def exec_module(module):
-            execute(module)
-            if self in sys.meta_path:
-                self.undo()
-                self.function(module)
+            there = set()
+            under_way = self.thread.under_way = getattr(self.thread, "under_way", 0) + 1
+            try:
+                execute(module)
+                there = self.modules
+            except Exception:
+                there = self.modules - {fullname}
+                raise
+            finally:
+                self.thread.under_way = under_way - 1
+                if under_way == 1:
+                    self._run_if_there(there)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    def _run_if_there(self, names):
+        if self in sys.meta_path and any(name in sys.modules for name in names):
+            self.undo()
+            self.function()
 
     def undo(self) -> None:
         """Wait no longer."""

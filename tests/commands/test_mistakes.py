@@ -364,7 +364,7 @@ def test_files_of_a_task(check, write_data, name, content, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("report nowhere", "nowhere: config.json or mask_config.json is not in the cache"),
+        ("report nowhere", "nowhere: there is no such folder, config.json or mask_config.json is not in the cache"),
         *((f"{verb} UNKNOWN", "UNKNOWN: pattern must be one of") for verb in ("plan", "report", "theory")),
         *((f"draw window --output_dir {name}", f"output_dir {name} cannot be made") for name in ("file", "file/out")),
         ("plan folder/nothing", "there is no folder 'folder/nothing'; if it is a Hub id, the folder folder hides it"),

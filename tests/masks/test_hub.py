@@ -61,11 +61,11 @@ def cache(monkeypatch, tmp_path):
 
 def check_said(mask, *models):
     """The name of the file and what would fetch it."""
-    assert "user/absent: mask_config.json is not in the cache" in mask
+    assert "user/absent: there is no such folder, mask_config.json is not in the cache" in mask
     assert mask.endswith("hf download user/absent mask_config.json mask.safetensors")
     assert len(models) == 3
     for message in models:
-        assert "user/absent: config.json" in message and message.endswith("hf download user/absent")
+        assert "user/absent: there is no such folder, config.json" in message and message.endswith("hf download user/absent")
 
 
 def test_offline_mode(cache):

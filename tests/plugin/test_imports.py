@@ -1,5 +1,6 @@
 """What `import sparsebert` offers, and what the plain installation can do."""
 
+import ast
 import configparser
 import re
 from pathlib import Path
@@ -155,6 +156,14 @@ def test_public_names():
     assert {*sparsebert.__all__} <= {*dir(sparsebert)} and len(sparsebert.__all__) == len(set(sparsebert.__all__))
     with pytest.raises(AttributeError, match="module 'sparsebert' has no attribute 'Trainer'"):
         _ = sparsebert.Trainer
+
+
+def test_editors_know_the_public_names():
+    """What type checkers read of the package is what it imports when it is used."""
+    tree = ast.parse(Path(sparsebert.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
+    homes = {alias.name: node.module for node in block.body for alias in node.names}
+    assert homes == sparsebert._HOME_OF and {*homes, "__version__"} == {*sparsebert.__all__}
 
 
 def test_version_is_the_distribution_version(setup):

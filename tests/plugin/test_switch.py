@@ -1,12 +1,17 @@
 """Other libraries before, while and after the plugin extends them."""
 
 import importlib
+import importlib.util
 import os
 import pickle
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import TINY
+from huggingface_hub import HfApi
+from processes import run_fresh
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -19,6 +24,7 @@ from transformers import (
 
 import sparsebert
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach, load, plugin
+from sparsebert.plugin.replacements import AfterImport
 
 
 IDS = torch.arange(5, 17)[None]
@@ -95,9 +101,61 @@ def test_methods_that_others_replaced_since(monkeypatch, tmp_path):
 
 
 def test_a_second_import_changes_nothing():
-    method = PreTrainedModel.from_pretrained.__func__
+    methods = [PreTrainedModel.from_pretrained.__func__, HfApi._prepare_upload_folder_additions]
     importlib.reload(sparsebert)
-    assert PreTrainedModel.from_pretrained.__func__ is method
+    assert [PreTrainedModel.from_pretrained.__func__, HfApi._prepare_upload_folder_additions] == methods
+
+
+LATER = """
+import sys
+import sparsebert
+from sparsebert.commands import main
+
+assert main(["--help"]) == main(["search", "--help"]) == 0 and main(["serch"]) == 2
+assert not {"torch", "transformers"} & {*sys.modules}
+from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+assert AutoConfig.for_model("sparsebert").search == "dam_s" and "sparse_auto" in ALL_ATTENTION_FUNCTIONS
+method = PreTrainedModel.from_pretrained
+assert method.__code__ is not method.__wrapped__.__code__
+"""
+
+
+def test_the_import_is_light_and_extends_transformers_once_that_is_imported():
+    out, error = run_fresh(LATER)
+    assert "--target_sparsity" in out and "did you mean 'search'" in error
+
+
+def test_functions_after_an_import(tmp_path, monkeypatch):
+    """They run when all that is being imported is whole, also if a part of it cannot be."""
+    files = {
+        "host_a/__init__": "",
+        "host_a/wanted": "import host_a.rest",
+        "host_a/rest": "",
+        "host_a/outer": "import host_a.wanted; done = True",
+        "host_b": "import host_a.outer; done = True",
+        "host_a/broken": "import host_a.wanted, nothing_of_this_name",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+
+    def look():
+        seen.append([name for name in ("host_a.outer", "host_b") if getattr(sys.modules.get(name), "done", False)])
+
+    for name, expected in (("host_a.wanted", []), ("host_b", ["host_a.outer", "host_b"]), ("host_a.broken", [])):
+        for module in [module for module in sys.modules if module.startswith("host_")]:
+            monkeypatch.delitem(sys.modules, module)
+        waiting = AfterImport(look, "host_a.wanted", packages=("host_a", "host_b"))
+        assert importlib.util.find_spec("host_b") and not seen
+        with nullcontext() if name != "host_a.broken" else pytest.raises(ImportError):
+            importlib.import_module(name)
+        assert seen == [expected] and waiting not in sys.meta_path
+        AfterImport(look, "host_a.wanted")
+        assert seen.pop() == seen.pop()
 
 
 def test_stock_models_and_pickles_stay_as_they_are(tmp_path):

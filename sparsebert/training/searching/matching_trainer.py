@@ -2,13 +2,14 @@
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ...learning.search_schedule import SearchSchedule
 from ...masks.sparse_mask import SparseMask
@@ -44,6 +45,24 @@ class _InOrder(IterableDataset):
         return map(inputs_of, self._batches)
 
 
+class _Tenths(TrainerCallback):
+    """A line after each tenth of the steps, where no progress bar is drawn since nobody looks at a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first, self.began = state.global_step, time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, steps = state.global_step, state.max_steps
+        if args.disable_tqdm and 10 * step // steps > 10 * (step - 1) // steps:
+            seconds = time.perf_counter() - self.began
+            left = seconds * (steps - step) / (step - self.first)
+            said = f"{self.name}: step {step} of {steps}, {seconds:.0f} s, about {left:.0f} s left"
+            print(said, file=sys.stderr, flush=True)
+
+
 class MatchingTrainer(SparseBertTrainer):
     """
     Trains a model, without dropout, to compute what another one computes on given batches.
@@ -72,7 +91,8 @@ class MatchingTrainer(SparseBertTrainer):
             training._n_gpu = 1  # otherwise it would split each batch
         # The progress is that at the end of a step.
         schedule = SearchSchedule(position=lambda state: (state.global_step + 1, state.max_steps))
-        super().__init__(model, training, optimizers=optimizers, callbacks=[schedule])
+        tenths = _Tenths("search" if get_sparse_attention(model).searching else "recovery")
+        super().__init__(model, training, optimizers=optimizers, callbacks=[schedule, tenths])
         self.remove_callback(PrinterCallback)
         self._batches, self._objective, self._targets, self._masks = batches, objective, targets, masks or {}
 
