@@ -11,6 +11,7 @@ import torch
 
 from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
+from .distance_bias import merged_distances
 from .kernels import cpu, flex, sdpa, triton, triton_limits
 from .kernels.cpu_rest import pooled_rest_on_cpu
 from .kernels.eager import eager_attention
@@ -25,9 +26,7 @@ BACKENDS: dict[str, Backend] = {
     "sparse_eager": Backend(
         eager_attention, prepare_bias, supports=frozenset(WANTED), probability_maps=tuple(PROBABILITY_MAPS)
     ),
-    "sparse_sdpa": Backend(
-        sdpa.sdpa_attention, sdpa.prepare, supports=frozenset({"additive", "export", "learned", "rest", "window"})
-    ),
+    "sparse_sdpa": Backend(sdpa.sdpa_attention, sdpa.prepare, supports=frozenset(WANTED) - {"gate", "weights"}),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"rest", "window"}), raw=True),
     "sparse_triton": Backend(
         triton.triton_backend, triton.prepare, triton_limits.refuse, supports=frozenset({"rest"})
@@ -91,13 +90,14 @@ def run_backend(
         rest = pooled_rest(query, key, value, inputs, scaling)
         inputs = replace(inputs, rest=(rest,))
     query, key, value = clear_padding(inputs, scaling, query, key, value)
+    size = value.shape[-1]
     if rest is not None and inputs.compiled[0] is None:
-        size = value.shape[-1]
         query, key, value, inputs = with_rest(query, key, value, inputs, rest, scaling)
-        output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+    if inputs.compiled[0] is None:
+        inputs = merged_distances(inputs)
+    output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+    if output.shape[-1] > size:
         output = output[..., :size].contiguous()
-    else:
-        output, weights = backend.function(query, key, value, inputs, scaling, dropout)
     output = clear_output(inputs, output)
     if documents is None:
         return output, weights

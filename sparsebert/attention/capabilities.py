@@ -17,6 +17,7 @@ WANTED = {
     "additive": "a mask that is not frozen, or a 4-D attention_mask",
     "learned": "a mask that is being learned",
     "rest": "a mask with rest 'mean'",
+    "distance_bias": "a bias per distance of query and key",
     "export": "torch.export, torch.onnx.export or torch.jit.trace",
     "window": "sliding windows around special tokens that differ by sequence (use special_tokens 'none')",
 }
@@ -93,7 +94,8 @@ class Backend:
             being learned), `"export"` (consists of PyTorch's operators, so that a graph of it can be exported),
             `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a sliding window
             that differs by sequence), `"rest"` (a mask with a rest, which a backend that reads `inputs.compiled`
-            applies itself; for others it is appended to key, value and bias).
+            applies itself; for others it is appended to key, value and bias), `"distance_bias"` (a bias per distance,
+            which such a backend reads in `inputs.distance_bias`; for others it is added to the bias).
         probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
         raw (`bool`, *optional*, defaults to `False`): Whether `function` takes query, key and value as they are:
             padded tokens with whatever they hold, which must not affect others, and the documents of

@@ -16,6 +16,7 @@ from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, choose_backend
+from .distance_bias import check_distance_bias, with_distance_tables
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
 from .rest import check_rest, rest_fields
@@ -44,6 +45,7 @@ def sparse_dot_product_attention(
     backend: str = "sparse_auto",
     probability_map: str = "softmax",
     probability_map_kwargs: dict[str, Any] | None = None,
+    distance_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention under a [`SparseMask`]: the counterpart of `torch.nn.functional.scaled_dot_product_attention`.
@@ -62,6 +64,8 @@ def sparse_dot_product_attention(
             `"sparse_measure"`.
         probability_map (`str`, *optional*, defaults to `"softmax"`): A key of `PROBABILITY_MAPS`.
         probability_map_kwargs (`dict`, *optional*): Parameters of the probability map.
+        distance_bias (`torch.Tensor` of shape `(H, 2m - 1)`, *optional*): Finite numbers to add to the scores, that of
+            query i and key j in column i - j + m - 1; it gets a gradient. Not to the rest of a mask.
 
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded, or have no key and no rest.
@@ -121,15 +125,21 @@ def sparse_dot_product_attention(
     maps = ProbabilityMap(probability_map, probability_map_kwargs, 1, num_heads)
     if maps.alpha_logits is not None:
         raise ValueError("alpha of entmax must be a number outside a model, got 'learned'")
-    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    differentiable = [query, key, value]
+    if distance_bias is not None:
+        check_distance_bias(distance_bias, num_heads, num_keys, query.device)
+        differentiable.append(distance_bias)
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
     drops = True if dropout_p > 0 else False  # a branch, since a compiled graph takes `bool` for a variable
     sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
     dtype = autocast_dtype(query.device.type, query.dtype)
     request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
-    needs = frozenset(["export"] * exported + ["rest"] * (mask.rest != "none"))
+    asked = {"export": exported, "rest": mask.rest != "none", "distance_bias": distance_bias is not None}
+    needs = frozenset(need for need, wanted in asked.items() if wanted)
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
     where = (num_queries, num_keys, query.device)
     inputs = MaskInputs(name, *where, mask, padding, is_causal, probability_map=maps(num_keys), dtype=dtype)
-    inputs = prepared(replace(inputs, **rest_fields(mask, inputs))).for_layer(layer)
+    inputs = replace(inputs, distance_bias=(distance_bias,), **rest_fields(mask, inputs))
+    inputs = with_distance_tables(prepared(inputs)).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils import logging
 
 from .backends import prepared, run_backend
@@ -20,6 +20,13 @@ from .mask_inputs import MaskInputs, check_arguments
 
 
 logger = logging.get_logger(__name__)
+
+# Model types whose stock attention adds the mask to the scores, under whatever name: it has no interface.
+WITHOUT_INTERFACE = ("mpnet",)
+_RUNS_DENSE = (
+    "%s runs dense, since its model carries no mask: pass one to sparsebert.attach. A model that is made from the "
+    "configuration of another does not get the mask of that model."
+)
 
 
 def sparse_attention_forward(
@@ -52,10 +59,7 @@ def sparse_attention_forward(
                 "sparsebert.plugin was disabled: load it with sparsebert.load"
             )
         if mask_inputs is None and not torch.compiler.is_compiling():
-            logger.warning_once(
-                f"{type(module).__name__} runs dense, since its model carries no mask: pass one to sparsebert.attach. "
-                "A model that is made from the configuration of another does not get the mask of that model."
-            )
+            logger.warning_once(_RUNS_DENSE % type(module).__name__)
         backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and (attention_mask is None or attention_mask.dim() == 2):
@@ -114,8 +118,15 @@ def sparse_attention_mask(
 
     For bidirectional and causal attention it returns the padding mask `(B, m)` or `None` unchanged, since
     [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`] where there is none. For
-    anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n, m)`.
+    anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n, m)`. A stock model
+    `WITHOUT_INTERFACE` gets what is to be added to its scores.
     """
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in WITHOUT_INTERFACE and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+        if not torch.compiler.is_compiling():
+            logger.warning_once(_RUNS_DENSE % "MPNetSelfAttention")
+        functions: Any = {"mask_function": mask_function, "attention_mask": attention_mask}
+        return eager_mask(batch_size, q_length, kv_length, **functions, **kwargs)
     q_offset = kwargs.get("q_offset", 0)  # a tensor in a cache of fixed size
     has_room = isinstance(q_offset, torch.Tensor) or kwargs.get("kv_offset", 0) + kv_length > q_offset + q_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and not has_room):

@@ -74,6 +74,9 @@ class MaskInputs:
             without one. Backends find the pooled [`Rest`] here, or a tensor of the same if they are `raw`.
         rest_keys (`torch.Tensor` of shape `(B or 1, m)`, *optional*): Bool, the keys that it stands for; `None` for
             all.
+        distance_bias (`tuple` of `torch.Tensor`): What is added to the scores besides the mask, `(H, 2m - 1)`, in
+            column i - j + m - 1 for query i and key j. For a backend that reads `bias` or `learned` a table `(H, n,
+            m)`.
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
         documents ([`DocumentSpans`], *optional*): Where the sequences are in a batch that is packed otherwise. All
             other fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
@@ -106,6 +109,7 @@ class MaskInputs:
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
     rest: tuple[Any, ...] = (None,)
     rest_keys: torch.Tensor | None = None
+    distance_bias: tuple[torch.Tensor | None, ...] = (None,)
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: DocumentSpans | None = None
@@ -168,6 +172,7 @@ class MaskInputs:
             learned=learned,
             probability_map=own(self.probability_map),
             rest=rest,
+            distance_bias=own(self.distance_bias),
             seeds=own(self.seeds),
         )
 
@@ -177,7 +182,7 @@ class MaskInputs:
         The same on another device, but for what a backend reads of the frozen mask, which is to be prepared there, and
         for `local`.
         """
-        names = ["padding", "documents", "probability_map", "rest", "rest_keys"]
+        names = ["padding", "documents", "probability_map", "rest", "rest_keys", "distance_bias"]
         if self.sparse_mask is None:
             names += ["bias", "live", "gate", "learned", "first_token", "last_token"]
         return replace(self, device=device, **{name: _moved(getattr(self, name), device) for name in names})

@@ -58,8 +58,10 @@ class AttentionScores:
                 return
             weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
             size = weights.shape[-1]
-            padding = kwargs["mask_inputs"].padding
-            if kwargs["mask_inputs"].documents is not None:
+            # An attention without an interface has them in the place of its attention mask.
+            inputs = kwargs["mask_inputs"] if "mask_inputs" in kwargs else args[1].mask_inputs
+            padding = inputs.padding
+            if inputs.documents is not None:
                 raise ValueError("score 'attention' is not defined for packed documents: set pack_documents to false")
             real = torch.ones(len(weights), size, device=weights.device)
             if padding is not None:

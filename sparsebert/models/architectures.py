@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hub import commit_of
 from ..learning.mask_description import Carrier, MaskDescription, default_mask_length
+from .families import mpnet
 
 
-# Model type to the class of its self-attention. All of them pass the keyword arguments of the base model on to the
-# attention function of transformers, which is how a mask reaches it.
+# Model type to the class of its self-attention. All but those in `FAMILIES` pass the keyword arguments of the base
+# model on to the attention function of transformers, which is how a mask reaches it.
 ARCHITECTURES = {
     "albert": "AlbertAttention",
     "bert": "BertSelfAttention",
@@ -26,12 +27,15 @@ ARCHITECTURES = {
     "eurobert": "EuroBertAttention",
     "mobilebert": "MobileBertSelfAttention",
     "modernbert": "ModernBertAttention",
+    "mpnet": "MPNetSelfAttention",
     "roberta": "RobertaSelfAttention",
     "sparsebert": "BertSelfAttention",
     "vit": "ViTAttention",
     "xlm-roberta": "XLMRobertaSelfAttention",
 }
 
+# Model types whose attention transformers runs without its interface, and the modules with what is ours in them.
+FAMILIES = {"mpnet": mpnet}
 # Model types whose layers other than attention mix neighboring tokens: the embeddings of MobileBERT are of trigrams.
 MIXES_NEIGHBORS = ("mobilebert",)
 
@@ -110,6 +114,8 @@ def sliding_window(config: PreTrainedConfig) -> tuple[int | None, tuple[int, ...
 
 def first_position(config: PreTrainedConfig) -> int:
     """Position of the first token: 0, or in a RoBERTa the one after that of its padding token."""
+    if config.model_type == "mpnet":
+        return 2  # whatever its padding token
     return config.pad_token_id + 1 if config.model_type in ("camembert", "roberta", "xlm-roberta") else 0
 
 

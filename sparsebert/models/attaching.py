@@ -22,11 +22,18 @@ from ..masks.mask_files import MaskFileError, weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
-from .architectures import attention_modules, carrier_of, describe
+from .architectures import FAMILIES, attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .inference.compiled_models import check_not_compiled
-from .model_configs import STOCK_NAMED, AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
+from .model_configs import (
+    STOCK_NAMED,
+    AttachedConfig,
+    Derived,
+    MaskedConfigMixin,
+    derived_class,
+    forget_saved_fields,
+)
 from .saving import AttachedModel, check_base
 from .sparse_attention import SparseAttention, get_sparse_attention
 
@@ -54,8 +61,18 @@ def attach_module(model: PreTrainedModel, sparse_attention: SparseAttention) -> 
     for index, module in enumerate(modules.values()):
         # Not through Module.__setattr__, which would register it again under every layer.
         vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
+    for part, mixin in _own_parts(base):
+        _change_class(part, derived_class(mixin, type(part)))
     if base is not model:
         _change_class(base, derived_class(MaskedBase, type(base)))
+
+
+def _own_parts(base: Any) -> list[tuple[nn.Module, type]]:
+    """The parts of a base model of one of the `FAMILIES`, with what they derive from while it carries a mask."""
+    family = FAMILIES.get(base.config.model_type)
+    mixins = {} if family is None else family.PARTS
+    names = ((part, {cls.__name__ for cls in type(part).__mro__} & mixins.keys()) for part in base.modules())
+    return [(part, mixins[found.pop()]) for part, found in names if found]
 
 
 def _change_class(module: Any, new: Any) -> None:
@@ -211,8 +228,10 @@ def _own_configs(model: PreTrainedModel) -> None:
         attributes = vars(module)
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             attributes["config"] = copy.deepcopy(config, copies)
-    for module in (model.base_model, *attention_modules(model).values()):
-        vars(module)["config"] = model.config
+    vars(model.base_model)["config"] = model.config
+    for module in attention_modules(model).values():
+        if "config" in vars(module):
+            vars(module)["config"] = model.config
 
 
 def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> None:
@@ -254,16 +273,24 @@ def detach(model: Model) -> Model:
     attached: Any = inner
     attributes, base = vars(attached), attached.base_model
     for module in attention_modules(attached).values():
-        vars(module)["config"] = base.config  # a model that this one was made a part of has given it another
+        if "config" in vars(module):  # a model that this one was made a part of has given it another
+            vars(module)["config"] = base.config
         for name in ("sparse_attention", "mask_layer"):
             vars(module).pop(name, None)  # a layer that was added since has none
     del base.sparse_attention
+    for part, _ in _own_parts(base):
+        if isinstance(part, Derived):  # it was not added since
+            _change_class(part, part.stock_class)
     for part in {base, attached}:
         _change_class(part, part.stock_class)
         if isinstance(part.config, AttachedConfig):
             part.config.__class__ = part.config.stock_class
             vars(part.config).pop(STOCK_NAMED, None)
-    attached.set_attn_implementation(attributes.pop("_stock_attention"))
+    stock = attributes.pop("_stock_attention")
+    if base.config.model_type in FAMILIES:  # transformers would refuse to set it
+        base.config._attn_implementation = stock
+    else:
+        attached.set_attn_implementation(stock)
     return model
 
 

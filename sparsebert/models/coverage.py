@@ -127,6 +127,6 @@ def _applies_mask(module: Any) -> bool:
     return (
         "mask_layer" in attributes
         and (not replaced or hasattr(forward, "_torchdynamo_orig_callable"))
-        and type(module).forward.__module__.startswith("transformers.models.")
-        and getattr(config, "_attn_implementation", None) in ATTENTION_NAMES
+        and type(module).forward.__module__.startswith(("transformers.models.", f"{__package__}.families."))
+        and (config is None or getattr(config, "_attn_implementation", None) in ATTENTION_NAMES)
     )

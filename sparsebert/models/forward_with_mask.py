@@ -21,7 +21,7 @@ from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
 from ..attention.model_masks import sparse_attention_of
 from ..masks.exported import exporting
-from .architectures import cached_length, input_shape
+from .architectures import FAMILIES, cached_length, input_shape
 from .coverage import check_reached
 from .model_configs import STOCK_NAMED, Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
@@ -41,6 +41,9 @@ class MaskedForward(_ModelBase):
     with the same signature: it prepares the inputs of the mask of a base model, and adds the sparsity penalty to the
     loss of any model in training.
     """
+
+    # Our attention runs in every model that carries a mask, also where transformers has the eager one only.
+    _supports_sdpa = _can_set_attn_implementation_cached_value = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -183,6 +186,10 @@ def _with_mask_inputs(model, names, args, kwargs):
     if documents is not None:
         batch, num_queries = documents.shape
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
+    family, distance_bias = FAMILIES.get(config.model_type), None
+    if family is not None:
+        distance_bias = family.bias_by_distance(model, num_keys)
+        needs.add("distance_bias")
     mask_inputs = sparse_attention(
         name,
         batch,
@@ -194,6 +201,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         dtype=autocast_dtype(device.type, _dtype(model)),
         needs=needs,
         documents=documents,
+        distance_bias=(distance_bias,),
     )
 
     def finish(output):
@@ -201,10 +209,13 @@ def _with_mask_inputs(model, names, args, kwargs):
             check_reached(model, mask_inputs.reached)
         return output if restore is None else restore(output)
 
+    own_mask = given.get("attention_mask") if "additive" in needs else None
+    if family is not None:
+        return (), given | {"attention_mask": family.MaskInPlace(mask_inputs, own_mask)}, finish
     if sparse_attention.carrier.window is None:
         return args, kwargs | {"mask_inputs": mask_inputs}, finish
     # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
-    masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
+    masks = dict.fromkeys(config.layer_types, own_mask)
     return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}, finish
 
 

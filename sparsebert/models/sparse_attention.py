@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
 from ..attention.choosing.choice import check_backend, choose_backend
+from ..attention.distance_bias import with_distance_tables
 from ..attention.mask_inputs import MaskInputs
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
@@ -301,13 +302,15 @@ class SparseAttention(Float32Module):
         dtype: torch.dtype = torch.float32,
         needs: Collection[str] = (),
         documents: DocumentSpans | None = None,
+        distance_bias: tuple[torch.Tensor | None, ...] = (None,),
     ) -> MaskInputs:
         """
         Prepare one forward of the base model: sample the mask (a search in training), threshold it (a search in
         evaluation) or take the frozen mask, and bring it into the form that the backend `name` reads.
 
         The `num_queries` queries are the last of the `num_keys` positions; `padding` `(B, m)` is True for real tokens;
-        `needs` are `"weights"` if the probabilities are asked for, `"additive"` if the caller adds a 4-D mask;
+        `needs` are `"weights"` if the probabilities are asked for, `"additive"` if the caller adds a 4-D mask,
+        `"distance_bias"` if the model has a `distance_bias`, for one or all layers;
         `documents` says where the B sequences are in the batch, each of which has the mask of an input of its own
         length.
         """
@@ -335,7 +338,7 @@ class SparseAttention(Float32Module):
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not carrier.one_layer else 0
-        inputs = replace(inputs, dtype=dtype, dropout_layers=seeded, documents=documents)
+        inputs = replace(inputs, dtype=dtype, dropout_layers=seeded, documents=documents, distance_bias=distance_bias)
         inputs = replace(inputs, **rest_fields(mask if learned is None else learned.search, inputs))
         if learned is None:
             assert mask is not None
@@ -344,17 +347,15 @@ class SparseAttention(Float32Module):
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
             merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
-            # What padding removes differs by sequence.
-            merged = merged or (inputs.rest[0] is not None and padding is not None)
+            # What padding removes differs by sequence, and entries of special tokens are no longer 0.
+            merged = merged or (("distance_bias" in needs or inputs.rest[0] is not None) and padding is not None)
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
             else:
                 prepared = thresholded_inputs(learned, inputs, merged)
         inputs = replace(inputs, **prepared)
-        if carrier.window is None:
-            return inputs
-        local = local_inputs(inputs, carrier.window, name, request, wanted)
-        return replace(inputs, local=local, local_layers=carrier.local_layers)
+        local = None if carrier.window is None else local_inputs(inputs, carrier.window, name, request, wanted)
+        return replace(with_distance_tables(inputs), local=local, local_layers=carrier.local_layers)
 
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""

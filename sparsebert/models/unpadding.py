@@ -127,7 +127,11 @@ def without_padding(
             output["hidden_states"] = tuple(map(padded, output.hidden_states))
         if output.get("pooler_output") is not None:
             output["pooler_output"] = pooled(model, output.last_hidden_state[:, :1])
-        return output if as_dict else output.to_tuple()
+        if as_dict:
+            return output
+        first, *others = output.to_tuple()
+        # The tuple of an MPNet has a place for what it does not pool.
+        return (first, None, *others) if model.config.model_type == "mpnet" and not model.pooler else (first, *others)
 
     return packed, restore
 

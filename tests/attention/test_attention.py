@@ -58,9 +58,9 @@ def dense(query, key, value, keep, factors=1.0):
     return scores.softmax(-1) * keep * factors @ value
 
 
-def with_gradients(function, query, key, value, grad, dtype=None):
-    """Output and gradients of query, key and value, in `dtype`; inputs keep their strides."""
-    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (query, key, value)]
+def with_gradients(function, query, key, value, grad, dtype=None, *more):
+    """Output and gradients of query, key, value and more, in `dtype`; inputs keep their strides."""
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (query, key, value, *more)]
     output = function(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
 

@@ -240,7 +240,7 @@ TEXT = {
     **{"intermediate_size": 64, "max_position_embeddings": 40, "pad_token_id": 1},
 }
 ENCODERS = {
-    **{"Bert": {}, "Roberta": {}, "Camembert": {}, "XLMRoberta": {}, "DistilBert": {}, "EuroBert": {}},
+    **{"Bert": {}, "Roberta": {}, "Camembert": {}, "XLMRoberta": {}, "DistilBert": {}, "EuroBert": {}, "MPNet": {}},
     **{"Electra": {"embedding_size": 16}, "Albert": {"embedding_size": 16}},
     "ModernBert": {"local_attention": 6, "layer_types": ["full_attention", "sliding_attention"]},
 }

@@ -49,7 +49,7 @@ def padding_of(name):
     return padding
 
 
-def formula(query, key, value, keep, padding, mask):
+def formula(query, key, value, bias=None, *, keep, padding, mask):
     """Softmax over the kept keys and the one that stands for all but special tokens, in the inputs' dtype."""
     batch, _, length, size = query.shape
     output = torch.zeros_like(value)
@@ -59,9 +59,12 @@ def formula(query, key, value, keep, padding, mask):
         for head in range(HEADS):
             q, k, v = (states[row, head, real] for states in (query, key, value))
             table = keep[row, head][real][:, real]
-            scores = (q @ k.mT * size**-0.5).masked_fill(~table, -torch.inf)
+            scores = q @ k.mT * size**-0.5
+            if bias is not None:  # per distance
+                scores = scores + bias[head][real[:, None] - real + length - 1].to(scores.dtype)
+            scores = scores.masked_fill(~table, -torch.inf)
             removed = (~table).sum(-1)
-            if removed.any() and len(others):
+            if mask.rest != "none" and removed.any() and len(others):
                 mean, k, v = (states[row, head, others] for states in (query, key, value))
                 shares = (mean.mean(0) @ k.mT * size**-0.5).softmax(-1)
                 entropy = -(shares * shares.log()).sum()

@@ -16,6 +16,7 @@ import torch
 import transformers
 from huggingface_hub.utils.sha import sha_fileobj
 from test_attach import (
+    DISTANCE_BIAS,
     IDS,
     LAYERS,
     LENGTH,
@@ -89,7 +90,10 @@ def text_inputs(ids=IDS, padding=PADDING):
 
 @pytest.mark.parametrize(
     ("name", "masked"),
-    [*((name, True) for name in MODELS), *((name, False) for name in ("modernbert", "roberta", "vit"))],
+    [
+        *((name, True) for name in MODELS if name not in DISTANCE_BIAS),
+        *((name, False) for name in ("modernbert", "mpnet", "roberta", "vit")),
+    ],
 )
 def test_families(name, masked):
     model = a_model(name, masked)
@@ -287,6 +291,11 @@ def with_nan():
 REFUSED = {
     "a module": (lambda: torch.nn.Linear(2, 2), {}, "needs a model of transformers, got Linear"),
     "a search": (searching, {}, "is not frozen: call freeze"),
+    "a bias per distance": (
+        lambda: a_model("mpnet"),
+        {},
+        "'mpnet' with a mask cannot be compiled: the graph does not",
+    ),
     "compiled already": (lambda: compiled(a_model()), {}, "is compiled already"),
     "half precision": (lambda: a_model().bfloat16(), {}, "float32 on the CPU: .* is torch.bfloat16"),
     "NaN": (with_nan, {}, "holds infinity or NaN"),

@@ -13,8 +13,8 @@ from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positio
 from sparsebert.commands import main
 
 
-LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert")
-OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert"), 1)  # the padding token of TEXT is 0
+LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert", "mpnet")
+OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert"), 1) | {"mpnet": 2}  # the padding token of TEXT is 0
 
 
 def positions_of(model):

@@ -11,6 +11,7 @@ import torch
 from ...masks.sparse_mask import SparseMask
 from ..backends import prepared, run_backend
 from ..capabilities import Request
+from ..distance_bias import with_distance_tables
 from ..mask_inputs import MaskInputs
 from ..rest import rest_fields
 
@@ -50,13 +51,17 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
         padding = torch.arange(request.num_keys, device=device) < lengths.ceil()[:, None]
     sizes = (request.num_queries, request.num_keys, device)
     inputs = MaskInputs(name, *sizes, mask, padding, request.causal, dtype=request.dtype)
+    if "distance_bias" in request.needs:
+        bias = torch.randn(request.num_heads, 2 * request.num_keys - 1, device=device, requires_grad=request.gradients)
+        inputs = replace(inputs, distance_bias=(bias,))
     inputs = replace(inputs, **rest_fields(mask, inputs))
     layers, dropout = timed_layers(mask, request.device), _DROPOUT if request.dropout else 0.0
 
     def run():
         ready = prepared(inputs)
         for layer in layers:
-            output, _ = run_backend(query, key, value, ready.for_layer(layer), request.head_size**-0.5, dropout)
+            of_layer = with_distance_tables(ready.for_layer(layer))
+            output, _ = run_backend(query, key, value, of_layer, request.head_size**-0.5, dropout)
             if request.gradients:
                 output.backward(output.detach())
 

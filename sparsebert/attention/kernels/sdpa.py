@@ -12,8 +12,9 @@ from .bias_operator import bias_attention
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The fields of [`MaskInputs`] of a frozen mask, in the dtype of the scores; to a rest's bias more is added."""
-    return prepare_bias(mask, inputs, inputs.dtype if inputs.rest[0] is None else torch.float32)
+    """The fields of [`MaskInputs`] of a frozen mask, in the dtype of the scores if nothing is added to its bias."""
+    alone = inputs.rest[0] is None and inputs.distance_bias[0] is None
+    return prepare_bias(mask, inputs, inputs.dtype if alone else torch.float32)
 
 
 def sdpa_attention(

@@ -17,7 +17,7 @@ from ...attention.mask_inputs import MaskInputs
 from ...attention.model_masks import without_adapters
 from ...checks import check_choice, check_range
 from ...version import __version__
-from ..architectures import input_shape, num_positions, sliding_window
+from ..architectures import FAMILIES, input_shape, num_positions, sliding_window
 from ..model_configs import derived_class
 from ..unpadding import mixes_neighbors
 from .compiled_models import IMAGES, CompiledBase, CompiledModel, image_shape, limits_of, strip, traced_names
@@ -139,6 +139,11 @@ def _check_model(model):
     sparse_attention: Any = base._modules.get("sparse_attention")
     if sparse_attention is not None and sparse_attention.mask is None:
         raise ValueError("the mask of this model is not frozen: call freeze() before compile")
+    if sparse_attention is not None and config.model_type in FAMILIES:
+        raise ValueError(
+            f"a model of type {config.model_type!r} with a mask cannot be compiled: the graph does not hold its bias "
+            "per distance. Detach the mask, or run the model in PyTorch"
+        )
     for weight_name, weight in model.named_parameters():
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             raise ValueError(

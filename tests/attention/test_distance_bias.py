@@ -1,0 +1,113 @@
+"""
+A bias per head and distance on every backend that has one: against softmax in float64, forward and gradients.
+
+Letters: B batch, H heads, n tokens, d head size.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from test_attention import kept, serving, with_gradients
+from test_rest import HEADS, MASKS, formula, padding_of
+
+from sparsebert import SparseMask, sparse_dot_product_attention
+
+
+NEEDS = frozenset({"distance_bias"})
+NAMES = serving(needs=NEEDS)
+LENGTH = 33
+EMPTY = {"keep": torch.arange(7).expand(HEADS, -1) == 6, "diagonal": False}  # rows in the middle keep no key
+ONES = SparseMask(torch.ones(HEADS, 16).bool(), 16, "offsets")
+
+
+def assert_as_good(got, want, plain, dtype):
+    """At most twice plain PyTorch's error in the same dtype against float64, plus a few units in the last place."""
+    for each, exact, other in zip(got, want, plain, strict=True):
+        unit = torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+        error, allowed = (each - exact).abs().max(), (other - exact).abs().max()
+        assert each.isfinite().all() and error <= 2 * allowed + 16 * unit, (error, allowed)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "empty"])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_softmax_of_the_sum(name, mask):
+    torch.manual_seed(0)
+    fields = {"length": LENGTH, "form": "offsets"} | (EMPTY if mask == "empty" else MASKS[mask])
+    mask, bias = SparseMask(**fields), 2 * torch.randn(HEADS, 2 * LENGTH - 1)
+    for rest, padding, size, dtype in (
+        ("none", "none", 32, torch.float32),
+        ("none", "with holes", 64, torch.bfloat16),
+        ("mean", "right and left", 128, torch.float32),
+    ):
+        mask = mask.replace(rest=rest, rest_bias=torch.randn(1, HEADS) if rest == "mean" else None)
+        padding = padding_of(padding)
+        inputs = torch.randn(4, 3, HEADS, LENGTH, size).to(dtype)
+        truth = partial(formula, keep=kept(mask, LENGTH, padding, batch=3), padding=padding, mask=mask)
+        want, plain = (with_gradients(truth, *inputs, wide, bias) for wide in (torch.float64, dtype))
+
+        def attention(query, key, value, bias, mask=mask, padding=padding):
+            return sparse_dot_product_attention(
+                query, key, value, mask, padding=padding, backend=name, distance_bias=bias.float()
+            )
+
+        assert_as_good(with_gradients(attention, *inputs, dtype, bias), want, plain, dtype)
+
+
+@pytest.mark.parametrize("name", serving(needs=NEEDS, dropout=True))
+def test_dropout(name):
+    """Its factors, from probabilities that are seen, are the same in the gradients."""
+    torch.manual_seed(0)
+    query, key, value, grad = torch.randn(4, 2, HEADS, 16, 16)
+    bias = torch.randn(HEADS, 31)
+    position = torch.arange(16)
+
+    def scores(query, key, bias):
+        return query @ key.mT / 4 + bias[:, position[:, None] - position + 15]
+
+    def attention(query, key, value, bias):
+        torch.manual_seed(1)
+        return sparse_dot_product_attention(query, key, value, ONES, dropout_p=0.25, backend=name, distance_bias=bias)
+
+    seen = attention(query, key, torch.eye(16).expand(2, HEADS, 16, 16), bias)
+    factors = seen / scores(query, key, bias).softmax(-1)
+    torch.testing.assert_close(factors, 4 / 3 * (factors > 1), atol=1e-3, rtol=1e-3)
+    assert 0.15 < (factors < 1).float().mean() < 0.35
+    got = with_gradients(attention, query, key, value, grad, None, bias)
+    want = with_gradients(
+        lambda query, key, value, bias: scores(query, key, bias).softmax(-1) * (4 / 3 * (factors > 1)) @ value,
+        *(query, key, value, grad, None, bias),
+    )
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", serving(needs=NEEDS, causal=True))
+def test_the_last_queries_of_longer_keys(name):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, HEADS, 16, 16)
+    attention = partial(sparse_dot_product_attention, mask=ONES, is_causal=True, backend=name)
+    bias = torch.randn(HEADS, 31)
+    whole = attention(query, key, value, distance_bias=bias)
+    torch.testing.assert_close(attention(query[:, :, 11:], key, value, distance_bias=bias), whole[:, :, 11:])
+    assert not torch.allclose(whole, attention(query, key, value))
+
+
+@pytest.mark.parametrize(
+    ("bias", "got"),
+    [
+        (torch.ones(HEADS, 16), r"torch.float32 \(4, 16\) on cpu"),
+        (torch.ones(HEADS, 31).long(), r"torch.int64 \(4, 31\)"),
+        (1.0, "float"),
+    ],
+)
+def test_other_shapes_are_refused(bias, got):
+    states = torch.randn(3, 1, HEADS, 16, 8)
+    with pytest.raises(ValueError, match=rf"distance_bias must be .* of shape \(4, 31\) on cpu, got {got}"):
+        sparse_dot_product_attention(*states, ONES, distance_bias=bias)
+
+
+def test_backends_without_one_refuse_it_by_name():
+    states = torch.randn(3, 1, HEADS, 16, 8)
+    for name in {"sparse_cpu", "sparse_flex", "sparse_triton"} - {*NAMES}:
+        with pytest.raises(ValueError, match=f"{name} cannot run here: it does not support a bias per distance"):
+            sparse_dot_product_attention(*states, ONES, distance_bias=torch.zeros(HEADS, 31), backend=name)
