@@ -56,7 +56,7 @@ sanitize: $(INSTALLED)
 	CXX="$(CXX)" $(VENV)/bin/python $(SANITIZED)/sparsebert/attention/kernels/compilation.py $(SANITIZERS)
 	PYTHONPATH=$(SANITIZED) CXX=none TORCH_EXTENSIONS_DIR=$(SANITIZED) OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(VENV)/bin/pytest -p no:cacheprovider tests/attention/test_cpu.py tests/attention/test_attention.py \
+		$(VENV)/bin/pytest -p no:cacheprovider tests/attention/test_cpu.py tests/attention/test_cpu_rest.py tests/attention/test_attention.py \
 		-k "(test_cpu or sparse_cpu) and not (compile or opcheck or reason or allocation)"
 
 $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt

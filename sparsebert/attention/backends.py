@@ -13,7 +13,6 @@ from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
 from .distance_bias import merged_distances
 from .kernels import cpu, flex, sdpa, triton, triton_limits
-from .kernels.cpu_rest import pooled_rest_on_cpu
 from .kernels.eager import eager_attention
 from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
@@ -81,8 +80,6 @@ def run_backend(
     if documents is not None:
         query, key, value = map(in_one_row if backend.raw else documents.unpack, (query, key, value))
     if backend.raw:
-        if inputs.rest[0] is not None:
-            inputs = replace(inputs, rest=(pooled_rest_on_cpu(query, key, value, inputs, scaling),))
         output, weights = backend.function(query, key, value, inputs, scaling, dropout)
         return output if documents is None else output.view(rows, -1, *output.shape[2:]), weights
     rest = None

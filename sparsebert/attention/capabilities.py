@@ -100,8 +100,8 @@ class Backend:
         raw (`bool`, *optional*, defaults to `False`): Whether `function` takes query, key and value as they are:
             padded tokens with whatever they hold, which must not affect others, and the documents of
             `inputs.documents` as they lie, in tensors `(1, H, tokens, d)`. For other backends padded tokens become 0,
-            documents become a padded batch, and the output of a query without a key becomes 0 afterwards. In
-            `inputs.rest` it finds what [`pooled_rest_on_cpu`] returns.
+            documents become a padded batch, the output of a query without a key becomes 0 afterwards, and
+            `inputs.rest` is a [`Rest`] instead of its bias.
     """
 
     function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]

@@ -44,18 +44,23 @@ def numbers(*shape, count=3):
     return torch.randn(count, *shape).unbind(0)
 
 
+def csr_attention(*arguments):
+    """The output of the operator, without what it keeps for its backward."""
+    return torch.ops.sparsebert.csr_attention(*arguments)[0]
+
+
 def operator_arguments(
-    length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3, starts=None, rest=None
+    length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3, starts=None, rest=(None, None)
 ):
     """
     The arguments after query, key and value, for sequences of `length` and 13 tokens with their last tokens on; with
-    `starts` they are packed.
+    `starts` they are packed. `rest` is the bias of the rest and its keys.
     """
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
     flags = (True, True, True, False, 0, 0, False, -1)
-    return begin, end, columns, padding, last, starts, rest, torch.tensor([seed]), *flags, length, dropout, 0.3
+    return begin, end, columns, padding, last, starts, *rest, torch.tensor([seed]), *flags, length, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -189,9 +194,9 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
         flags = (options["special_tokens"] != "none", mask.special_rows, mask.diagonal is not False, causal)
         flags = (*flags, mask.query_block_size or block_size, length)
         signed = signed_parameters(mask.keep[0], mask.symmetric)
-        output = torch.ops.sparsebert.csr_attention(
+        output = csr_attention(
             *(query, key, value, *signed_offsets(signed, block_size, mask.diagonal), padding, last, None),
-            *(None, torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
+            *(None, None, torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
         )
         assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
 
@@ -201,10 +206,10 @@ def test_a_toeplitz_form_under_any_scale(block_size):
     """In bfloat16, a query cannot be scaled before it is multiplied."""
     keep = signed_parameters(torch.rand(HEADS, 64 // block_size) < 0.5, True)
     query, key, value = (tensor.bfloat16() for tensor in numbers(2, HEADS, 64, 32))
-    form = (*signed_offsets(keep, block_size, None), *[None] * 4, torch.tensor([0]), True, True, True, False)
+    form = (*signed_offsets(keep, block_size, None), *[None] * 5, torch.tensor([0]), True, True, True, False)
     for scale in (0.0, -0.3, 3.0):
         got, want = (
-            torch.ops.sparsebert.csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
+            csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
             for each, factor in (
                 ((query, key, value), scale),
                 ((query.float() * scale, key.float(), value.float()), 1),
@@ -230,15 +235,13 @@ def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
     """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
     flags = (False, True, True, False, 0, 0, False, -1)
-    none, nothing = torch.zeros_like(every), (*[None] * 4, torch.tensor([0]), *flags, 0, 0.0, 1.0)
-    single = torch.ops.sparsebert.csr_attention(
-        none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing
-    )
+    none, nothing = torch.zeros_like(every), (*[None] * 5, torch.tensor([0]), *flags, 0, 0.0, 1.0)
+    single = csr_attention(none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing)
     assert single.isnan().equal(every.isnan()) and single.nan_to_num(0).equal(every.nan_to_num(0))
     shuffled = every.flatten()[torch.randperm(2**16)].view_as(every).nan_to_num(0, 0, 0)
     pairs = compressed_rows(torch.eye(1024)[None] + torch.eye(1024).flip(0) > 0)
-    rounded = torch.ops.sparsebert.csr_attention(none, none, shuffled, *pairs, *nothing)
-    exact = torch.ops.sparsebert.csr_attention(none.float(), none.float(), shuffled.float(), *pairs, *nothing)
+    rounded = csr_attention(none, none, shuffled, *pairs, *nothing)
+    exact = csr_attention(none.float(), none.float(), shuffled.float(), *pairs, *nothing)
     assert rounded.equal(exact.to(dtype)) and rounded.float().ne(exact).float().mean() > 0.05
 
 
@@ -296,7 +299,7 @@ def test_runs_on_the_threads_of_pytorch():
     (torch.randn(512, 512) @ torch.randn(512, 512)).sum()
     torch.randn(2**20).sort()
     before = len(os.listdir("/proc/self/task"))
-    torch.ops.sparsebert.csr_attention(*numbers(2, HEADS, 100, 64), *operator_arguments(100))
+    csr_attention(*numbers(2, HEADS, 100, 64), *operator_arguments(100))
     assert len(os.listdir("/proc/self/task")) == before
 
 
@@ -306,7 +309,7 @@ class Attended(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         torch.manual_seed(index)
-        return torch.ops.sparsebert.csr_attention(*numbers(2, HEADS, LENGTH, 8), *operator_arguments())
+        return csr_attention(*numbers(2, HEADS, LENGTH, 8), *operator_arguments())
 
 
 def test_runs_in_a_forked_process():
@@ -325,10 +328,7 @@ def kept_probabilities(dropout, seed=11, heads=4, length=300):
     """Dropped probabilities `(B, H, n, n)` times n, of a full mask and equal scores, read through values of 1."""
     arguments = operator_arguments(length, heads, dropout, padded=False, seed=seed, density=2.0)
     unit = torch.eye(length).expand(2, heads, -1, -1).split(100, dim=-1)
-    parts = [
-        torch.ops.sparsebert.csr_attention(torch.zeros_like(part), torch.zeros_like(part), part, *arguments)
-        for part in unit
-    ]
+    parts = [csr_attention(torch.zeros_like(part), torch.zeros_like(part), part, *arguments) for part in unit]
     return torch.cat(parts, dim=-1) * length
 
 
@@ -361,7 +361,7 @@ def test_threads_do_not_change_results(size, dropout):
     for number in (1, 2, 7):
         torch.set_num_threads(number)
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments)
+        output = csr_attention(*leaves, *arguments)
         results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
     for other in results[1:]:
         assert torch.equal(other[0], results[0][0])  # no sum of the forward is split
@@ -381,7 +381,7 @@ def test_opcheck(layout, dropout):
     else:
         tensors = [tensor.mT for tensor in numbers(2, HEADS, 8, LENGTH, count=4)]
     *inputs, grad = tensors
-    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, *inputs, *arguments))
+    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, torch.zeros(0), *inputs, *arguments))
     inputs = [tensor.requires_grad_() for tensor in inputs]
     torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
 
@@ -512,7 +512,7 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         sparse_dot_product_attention(*states, build_pattern("window", LENGTH, HEADS), backend="sparse_cpu")
     with pytest.raises(RuntimeError):
-        torch.ops.sparsebert.csr_attention(*states, *operator_arguments())
+        csr_attention(*states, *operator_arguments())
 
 
 @pytest.mark.parametrize(
@@ -528,30 +528,33 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
         {"last": lambda t: t[:1]},
         {"last": lambda t: t.long()},
         {"starts": lambda t: torch.tensor([0, 20])},  # two rows are not packed
-        {"rest": lambda t: torch.zeros(2, HEADS, 16)},
-        {"rest": lambda t: torch.zeros(2, HEADS, 17, dtype=torch.float64)},
-        {"rest": lambda t: torch.zeros(2, 17, HEADS).mT},
+        {"rest_bias": lambda t: torch.zeros(HEADS + 1)},
+        {"rest_bias": lambda t: torch.zeros(HEADS, dtype=torch.float64)},
+        {"rest_bias": lambda t: torch.zeros(2 * HEADS)[::2]},
+        {"rest_keys": lambda t: torch.ones(1, LENGTH, dtype=torch.bool)},
+        {"rest_keys": lambda t: torch.ones(2, LENGTH)},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_the_operator_stays_within_its_memory(change):
     """What no caller of this package passes."""
-    names, arguments = ("begin", "end", "columns", "padding", "last", "starts", "rest"), [*operator_arguments()]
+    names = ("begin", "end", "columns", "padding", "last", "starts", "rest_bias", "rest_keys")
+    arguments = [*operator_arguments()]
     for name, function in change.items():
         arguments[names.index(name)] = function(arguments[names.index(name)])
     query, key, value, grad = numbers(2, HEADS, LENGTH, 8, count=4)
     with pytest.raises(RuntimeError, match="csr_attention: "):
-        torch.ops.sparsebert.csr_attention(query, key, value, *arguments)
+        csr_attention(query, key, value, *arguments)
     with pytest.raises(RuntimeError, match="csr_attention_backward: "):
-        torch.ops.sparsebert.csr_attention_backward(grad, query, key, value, *arguments)
+        torch.ops.sparsebert.csr_attention_backward(grad, torch.zeros(0), query, key, value, *arguments)
 
 
 def test_packed_sequences_must_be_among_the_tokens():
     packed = numbers(1, HEADS, 33, 8)
-    torch.ops.sparsebert.csr_attention(*packed, *operator_arguments(starts=torch.tensor([0, 20])))
+    csr_attention(*packed, *operator_arguments(starts=torch.tensor([0, 20])))
     for starts in ([0, 21], [-1, 20]):
         with pytest.raises(RuntimeError, match="a packed sequence is not among the tokens"):
-            torch.ops.sparsebert.csr_attention(*packed, *operator_arguments(starts=torch.tensor(starts)))
+            csr_attention(*packed, *operator_arguments(starts=torch.tensor(starts)))
 
 
 def padded_copies(tensors, padding, places):
@@ -576,7 +579,7 @@ def test_packed_sequences_get_what_they_get_alone(number):
     results = []
     for (*leaves, grad), arguments in ((tensors, together), (padded, apart)):
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments)
+        output = csr_attention(*leaves, *arguments)
         results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
     for got, want in zip(*results, strict=True):
         expected = torch.zeros_like(got)

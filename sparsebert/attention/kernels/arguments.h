@@ -25,15 +25,17 @@ typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (
 
 struct Arguments {
   Array query, key, value;
-  Array output;                            // of the forward, or its gradient; the means of `pool`
+  Array output;                            // of the forward, or its gradient
   Array grad_query, grad_key, grad_value;  // of the backward
   const int32_t *begin, *end;              // (H, mask_rows)
   const void* columns;                     // uint16, or int32 offsets of a Toeplitz form, see `Mask`
-  const bool* padding;    // or the keys that are pooled
+  const bool* padding;
   const int32_t* last;
-  const int64_t* starts;  // first token of each packed sequence; null if they are not packed
-  const float* rest;      // (B, H, 2 d + 1), null if there is none, see `Problem`
-  float* grad_rest;       // of the backward; what `pool` writes, or its gradient
+  const int64_t* starts;   // first token of each packed sequence; null if they are not packed
+  const float* rest_bias;  // (H,), null if there is no rest, see `Problem`
+  const bool* rest_keys;
+  float* rest;             // what the forward writes and the backward reads
+  float* grad_rest;        // (B, H), of the backward
   ParallelFor parallel_for;
   int64_t mask_rows, B, H, n, m, d, tokens, dtype, threads, seed, first, special_rows, self, causal, block, known,
       keep_self, window;

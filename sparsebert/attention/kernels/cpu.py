@@ -34,22 +34,23 @@ MAX_HEAD_SIZE = 256
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
-    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor? rest, "
-    "Tensor seed, bool first, bool rows, bool self_attention, bool causal, int block, int known, bool keep_self, "
-    "int window, int longest, float dropout, float scale"
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor? rest_bias, "
+    "Tensor? rest_keys, Tensor seed, bool first, bool rows, bool self_attention, bool causal, int block, int known, "
+    "bool keep_self, int window, int longest, float dropout, float scale"
 )
-_NUM_TENSORS = 11
-library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
+_NUM_TENSORS = 12
+# The second output and the second input are what is kept of the rest, `Problem::rest` of problem.h.
+library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor)")
 library.define(
-    f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) "
+    f"csr_attention_backward(Tensor grad, Tensor rest, Tensor query, Tensor key, Tensor value, {_MASK}) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-_FUNCTIONS = ("csr_attention", "csr_attention_backward", "pool_rest", "pool_rest_backward")
+_FUNCTIONS = ("csr_attention", "csr_attention_backward")
 # `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
 # fields of a `ctypes.Structure` would take as long as a short attention.
-_pack = struct.Struct("=28q9q18q2d").pack
+_pack = struct.Struct("=28q11q18q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
@@ -65,7 +66,7 @@ def fits(tensor, dtype, shape):
     return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
 
-def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts, rest, seed, *options):
+def _run(function, arrays, rest, grad_rest, begin, end, columns, padding, last, starts, bias, keys, seed, *options):
     """
     Call a function of the compiled library on `arrays`: query, key, value, output and gradients. What is checked here
     keeps the library within its memory; callers have checked the same with better messages.
@@ -73,8 +74,8 @@ def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts
     *flags, longest, dropout, scale = options
     causal, block, window = flags[3], flags[4], flags[7]
     output = arrays[3]
-    sizes = checked_sizes(function, *arrays[:3], padding, starts, longest)
-    batch, heads, _, num_keys, head_size = sizes
+    sizes = _checked_sizes(function, *arrays[:3], padding, keys, starts, longest)
+    batch, heads, _, num_keys, _ = sizes
     if output.shape != arrays[0].shape or output.dtype != arrays[0].dtype:
         raise RuntimeError(
             f"{function}: the output or its gradient does not fit: {output.dtype} {tuple(output.shape)}"
@@ -91,14 +92,30 @@ def _run(function, arrays, grad_rest, begin, end, columns, padding, last, starts
         raise RuntimeError(f"{function}: the mask {tuple(table)} does not go with {heads} heads and {num_keys} keys")
     if not fits(last, torch.int32, (batch,)):
         raise RuntimeError(f"{function}: last must have a row for each of {batch} sequences")
-    rest_shape = (batch, heads, 2 * head_size + 1)
-    if rest is not None and (causal or window >= 0 or not fits(rest, torch.float32, rest_shape)):
-        raise RuntimeError(f"{function}: rest must be float32 of shape {rest_shape}, without causality or window")
-    pointers = (begin, end, columns, padding, last, starts, rest, grad_rest)
-    call(function, arrays, pointers, table[1], sizes, (seed.item(), *flags, dropout, scale))
+    if bias is not None and (causal or window >= 0 or not fits(bias, torch.float32, (heads,))):
+        raise RuntimeError(f"{function}: rest_bias must be float32 of shape ({heads},), without causality or window")
+    if not fits(rest, torch.float32, _rest_shape(sizes, bias)):
+        raise RuntimeError(f"{function}: the rest does not fit: {rest.dtype} {tuple(rest.shape)}")
+    # Copies must live until the call has ended.
+    arrays = [array if array.stride(-1) == 1 or array.shape[-1] == 1 else array.contiguous() for array in arrays]
+    places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
+    pointers = (begin, end, columns, padding, last, starts, bias, keys, rest, grad_rest)
+    operator, loops = _operator()
+    parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
+    query = arrays[0]
+    error = operator[function](
+        _pack(
+            *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
+            *(0 if each is None else each.data_ptr() for each in pointers),
+            *(parallel_for, table[1], *sizes, query.shape[2], DTYPES.index(query.dtype), torch.get_num_threads()),
+            *(seed.item(), *flags, dropout, scale),
+        )
+    )
+    if error is not None:
+        raise RuntimeError(f"{function}: {error.decode()}")
 
 
-def checked_sizes(function, query, key, value, padding, starts, longest):
+def _checked_sizes(function, query, key, value, padding, rest_keys, starts, longest):
     """B, H, n, m and d of a call, after a check of its states, padding and starts."""
     rows, heads, tokens, head_size = query.shape
     batch, num_queries, num_keys = rows, tokens, key.shape[2]
@@ -116,42 +133,28 @@ def checked_sizes(function, query, key, value, padding, starts, longest):
         raise RuntimeError(f"{function}: query, key and value do not fit: {got}")
     if not (
         fits(padding, torch.bool, (batch, num_keys))
+        and fits(rest_keys, torch.bool, (batch, num_keys))
         and fits(starts, torch.int64, (batch,))
         and (starts is None or rows == 1)
     ):
-        raise RuntimeError(f"{function}: padding and starts must have a row for each of {batch} sequences")
+        raise RuntimeError(f"{function}: padding, rest_keys and starts must have a row for each of {batch} sequences")
     return batch, heads, num_queries, num_keys, head_size
 
 
-def call(function, arrays, pointers, mask_rows, sizes, options):
-    """Call a function of the compiled library on what has been checked."""
-    # Copies must live until the call has ended.
-    arrays = [array if array.stride(-1) == 1 or array.shape[-1] == 1 else array.contiguous() for array in arrays]
-    places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
-    operator, loops = _operator()
-    parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
-    query = arrays[0]
-    error = operator[function](
-        _pack(
-            *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
-            *(0 if each is None else each.data_ptr() for each in pointers),
-            *(parallel_for, mask_rows, *sizes, query.shape[2], DTYPES.index(query.dtype), torch.get_num_threads()),
-            *options,
-        )
-    )
-    if error is not None:
-        raise RuntimeError(f"{function}: {error.decode()}")
+def _rest_shape(sizes, bias):
+    batch, heads, _, num_keys, head_size = sizes
+    return (0,) if bias is None else (batch, heads, 3 * head_size + 1 + num_keys)
 
 
 def _forward(query, key, value, *mask):
-    output = empty_rows(query)
-    _run("csr_attention", (query, key, value, output), None, *mask)
-    return output
+    output, rest = _forward_shapes(query, key, value, *mask)
+    _run("csr_attention", (query, key, value, output), rest, None, *mask)
+    return output, rest
 
 
-def _backward(grad, query, key, value, *mask):
-    *gradients, grad_rest = _backward_shapes(grad, query, key, value, *mask)
-    _run("csr_attention_backward", (query, key, value, grad, *gradients), grad_rest, *mask)
+def _backward(grad, rest, query, key, value, *mask):
+    *gradients, grad_rest = _backward_shapes(grad, rest, query, key, value, *mask)
+    _run("csr_attention_backward", (query, key, value, grad, *gradients), rest, grad_rest, *mask)
     return *gradients, grad_rest
 
 
@@ -160,32 +163,31 @@ library.impl("csr_attention_backward", _backward, "CPU")
 
 
 @torch.library.register_fake("sparsebert::csr_attention", lib=library)
-def _forward_shape(query, key, value, *mask):
-    return empty_rows(query)
+def _forward_shapes(query, key, value, *mask):
+    starts, bias, longest = mask[5], mask[6], mask[-3]
+    rows, heads, _, size = query.shape
+    sizes = (rows, heads, 0, key.shape[2], size) if starts is None else (len(starts), heads, 0, longest, size)
+    return empty_rows(query), query.new_empty(_rest_shape(sizes, bias), dtype=torch.float32)
 
 
 @torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
-def _backward_shapes(grad, query, key, value, *mask):
-    rest = mask[6]
-    # An operator returns no `None`.
-    return (
-        empty_rows(query),
-        empty_rows(key),
-        empty_rows(value),
-        query.new_empty(0) if rest is None else torch.zeros_like(rest),
-    )
+def _backward_shapes(grad, rest, query, key, value, *mask):
+    grad_rest = query.new_zeros(rest.shape[:-1], dtype=torch.float32)  # an operator returns no `None`
+    return empty_rows(query), empty_rows(key), empty_rows(value), grad_rest
 
 
 def _remember(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(output[1], *inputs[:_NUM_TENSORS])
     ctx.options = inputs[_NUM_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx, grad):
+def _differentiate(ctx, grad, _):
     saved = ctx.saved_tensors  # activation checkpointing lets them be read once only
     *gradients, grad_rest = torch.ops.sparsebert.csr_attention_backward(grad, *saved, *ctx.options)
-    *others, rest, _ = saved[3:]
-    return *gradients, *[None] * len(others), None if rest is None else grad_rest, *[None] * (1 + len(ctx.options))
+    *others, bias, _, _ = saved[4:]
+    grad_bias = None if bias is None else grad_rest.sum(0)
+    return *gradients, *[None] * len(others), grad_bias, *[None] * (2 + len(ctx.options))
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -336,15 +338,17 @@ def csr_backend(
     seed = torch.zeros(1, dtype=torch.int64, device="cpu")
     if dropout:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
-    output = torch.ops.sparsebert.csr_attention(
+    batch = query.shape[0] if documents is None else documents.shape[0]
+    output, _ = torch.ops.sparsebert.csr_attention(
         query,
         key,
         value,
         *inputs.compiled[0],
         None if inputs.padding is None else inputs.padding.contiguous(),
-        per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
+        per_sequence(inputs.last_token, batch),
         None if documents is None else documents.starts,
         inputs.rest[0],
+        per_sequence(inputs.rest_keys, batch),
         seed,
         mask.special_tokens != "none",
         mask.special_rows,

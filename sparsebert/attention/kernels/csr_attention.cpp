@@ -19,11 +19,16 @@
 
 namespace {
 
-// Sets row m of each of a task's heads to the key of the rest, or its value, which is d numbers behind.
+// Packs the keys and values of a task's heads, and the rests that the forward found as their last rows.
 template <int D>
-void set_rest(const Problem& p, const Problem::Task& task, int64_t behind, float* rows) {
-  for (int64_t h = task.first_head; h < task.end_head; ++h, rows += head_stride(p.key_rows(), D))
-    std::copy_n(p.rest + p.rest_place(task.b, h) + behind, p.query.d, rows + p.m * D);
+void read_keys(const Problem& p, const Problem::Task& task, float* keys, float* values) {
+  read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys, p.key_rows());
+  read_rows<D>(p.value, task, 0, p.num_keys(task.b), values, p.key_rows());
+  for (int64_t h = task.first_head; p.rest && h < task.end_head; ++h) {
+    const int64_t row = (h - task.first_head) * head_stride(p.key_rows(), D) + p.m * D;
+    std::copy_n(p.rest_of(task.b, h), p.query.d, keys + row);
+    std::copy_n(p.rest_of(task.b, h) + p.query.d, p.query.d, values + row);
+  }
 }
 
 template <int D>
@@ -32,7 +37,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
     const int64_t key_stride = head_stride(p.key_rows(), D), query_stride = head_stride(BLOCK, D);
     Buffer keys(p.group * key_stride), values(keys.size()), queries(p.group * query_stride), sums(queries.size());
     Lists lists(p.m);
-    Buffer scores(BLOCK * lists.size), factors(scores.size());
+    Buffer scores(BLOCK * lists.size), factors(scores.size()), rests(p.rest ? p.group * p.rest_size() : 0);
     Vec inverse[BLOCK];  // of the sums of a query's numerators
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
@@ -43,10 +48,9 @@ void forward_kernel(const Problem& p, const Rows& output) {
         packed = number / p.chunks;
         read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.key_rows());
         read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.key_rows());
-        if (p.rest) {
-          set_rest<D>(p, task, 0, keys.data());
-          set_rest<D>(p, task, p.query.d, values.data());
-        }
+        if (p.rest) pool<D>(p, task, keys.data(), values.data(), rests.data());
+        if (p.rest && task.chunk == 0)
+          std::copy_n(rests.data(), (task.end_head - task.first_head) * p.rest_size(), p.rest_of(task.b, task.first_head));
       }
       for (int64_t first = task.first_row; first < task.end_row; first += BLOCK) {
         const int64_t rows = std::min(BLOCK, task.end_row - first);
@@ -57,11 +61,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
           const float* k = keys.data() + (h - task.first_head) * key_stride;
           const float* v = values.data() + (h - task.first_head) * key_stride;
           float* sum = sums.data() + (h - task.first_head) * query_stride;
+          const float rest_score = p.rest ? rests.data()[(h - task.first_head) * p.rest_size() + 2 * p.query.d] : 0;
           lists.find(p.mask, sequence, h, first, rows, p.rest);
           for (int64_t r = 0; r < rows; ++r) {
             float* score = scores.data() + r * lists.size;
             dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, score);
-            if (lists.removed[r]) score[lists.count[r] - 1] += p.rest_score(task.b, h, lists.removed[r]);
+            if (lists.removed[r]) score[lists.count[r] - 1] += p.logs[lists.removed[r]] + rest_score;
           }
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
@@ -92,16 +97,23 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
   const int64_t key_rows = p.key_rows(), key_stride = head_stride(key_rows, D), query_stride = head_stride(BLOCK, D);
   const int64_t size = p.group * key_stride, blocks = (p.n + BLOCK - 1) / BLOCK;
   std::vector<float> partial(p.chunks > 1 ? p.B * p.groups * p.chunks * size * 2 : 0);
+  const int64_t d = p.query.d;
   std::vector<float> of_blocks(p.rest ? p.B * p.H * blocks : 0);  // gradients of the rest's score, by block of queries
-  const auto write_rest = [&](int64_t b, int64_t h, const float* of_key, const float* of_value) {
-    float* const to = grad_rest + p.rest_place(b, h);
-    std::copy_n(of_value, p.query.d, std::copy_n(of_key, p.query.d, to));
+  std::vector<float> of_rests(p.rest ? p.B * p.H * (2 * d + 1) : 0);  // of the rest's key, value and score
+  const auto set_of_rest = [&](int64_t b, int64_t h, const float* of_key, const float* of_value) {
+    const int64_t head = b * p.H + h;
+    const float* const from = of_blocks.data() + head * blocks;
+    float* const to = of_rests.data() + head * (2 * d + 1);
+    std::copy_n(of_value, d, std::copy_n(of_key, d, to));
+    grad_rest[head] = to[2 * d] = std::accumulate(from, from + blocks, 0.0f);
+    return to;
   };
   p.for_each_range([&](int64_t from, int64_t to) {
     Buffer keys(size), values(size), queries(p.group * query_stride), grads(queries.size()), sums(queries.size());
     Lists lists(p.m);
     Buffer weights(BLOCK * lists.size), others(weights.size()), factors(weights.size()), own(p.chunks > 1 ? 0 : 2 * size);
     std::fill(factors.data(), factors.data() + factors.size(), 1.0f);
+    alignas(64) float of_query[D];
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
@@ -109,12 +121,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
       const auto sequence = p.mask.sequence(task.b);
       if (packed != number / p.chunks) {
         packed = number / p.chunks;
-        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.key_rows());
-        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.key_rows());
-        if (p.rest) {
-          set_rest<D>(p, task, 0, keys.data());
-          set_rest<D>(p, task, p.query.d, values.data());
-        }
+        read_keys<D>(p, task, keys.data(), values.data());
       }
       float* const sum_k = p.chunks > 1 ? partial.data() + number * size * 2 : own.data();
       float* const sum_v = sum_k + size;
@@ -131,11 +138,12 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
           const int64_t head = (h - task.first_head) * key_stride;
           const int64_t block = (task.b * p.H + h) * blocks + first / BLOCK;
 
+          const float rest_score = p.rest ? p.rest_of(task.b, h)[2 * p.query.d] : 0;
           lists.find(p.mask, sequence, h, first, rows, p.rest);
           for (int64_t r = 0; r < rows; ++r) {
             float* weight = weights.data() + r * lists.size;
             dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weight);
-            if (lists.removed[r]) weight[lists.count[r] - 1] += p.rest_score(task.b, h, lists.removed[r]);
+            if (lists.removed[r]) weight[lists.count[r] - 1] += p.logs[lists.removed[r]] + rest_score;
           }
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], 0, others.data() + r * lists.size);
@@ -173,19 +181,21 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
         write_rows<D>(dq, task, first, first + rows, sums.data(), BLOCK);
       }
       if (p.chunks == 1) {
+        if (p.rest) {
+          const RestKeys listed(p, task.b);
+          for (int64_t h = task.first_head; h < task.end_head; ++h) {
+            const int64_t head = (h - task.first_head) * key_stride, row = head + p.m * D;
+            const float* const of_rest = set_of_rest(task.b, h, sum_k + row, sum_v + row);
+            pool_backward<D>(p, listed, p.rest_of(task.b, h), of_rest, keys.data() + head, values.data() + head,
+                             sum_k + head, sum_v + head, of_query);
+            listed.for_each_query(p, 0, listed.count, [&](int64_t i) { dq.add<D>(task.b, h, i, of_query); });
+          }
+        }
         write_rows<D>(dk, task, 0, p.num_keys(task.b), sum_k, key_rows);
         write_rows<D>(dv, task, 0, p.num_keys(task.b), sum_v, key_rows);
-        for (int64_t h = task.first_head; p.rest && h < task.end_head; ++h) {
-          const int64_t row = (h - task.first_head) * key_stride + p.m * D;
-          write_rest(task.b, h, sum_k + row, sum_v + row);
-        }
       }
     }
   });
-  for (int64_t head = 0; p.rest && head < p.B * p.H; ++head) {
-    const float* from = of_blocks.data() + head * blocks;
-    grad_rest[p.rest_place(0, head) + 2 * p.query.d] = std::accumulate(from, from + blocks, 0.0f);
-  }
   if (p.chunks == 1) return;
   parallel(p.parallel_for, p.B * p.H * key_rows, 64, [&](int64_t from, int64_t to) {
     for (int64_t item = from; item < to; ++item) {
@@ -200,11 +210,29 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
         }
       }
       if (j == p.m) {
-        write_rest(b, h, sums[0], sums[1]);
+        set_of_rest(b, h, sums[0], sums[1]);
       } else {
         dk.write<D>(b, h, j, sums[0]);
         dv.write<D>(b, h, j, sums[1]);
       }
+    }
+  });
+  if (!p.rest) return;
+  parallel(p.parallel_for, p.B * p.H, 1, [&](int64_t from, int64_t to) {
+    Buffer keys(key_stride), values(key_stride);
+    for (int64_t head = from; head < to; ++head) {
+      const int64_t b = head / p.H, h = head % p.H;
+      const RestKeys listed(p, b);
+      Buffer sum_k(key_stride), sum_v(key_stride);
+      alignas(64) float of_query[D];
+      read_keys<D>(p, {b, h, h + 1}, keys.data(), values.data());
+      pool_backward<D>(p, listed, p.rest_of(b, h), of_rests.data() + head * (2 * d + 1), keys.data(), values.data(),
+                       sum_k.data(), sum_v.data(), of_query);
+      for (int64_t t = 0; t < listed.count; ++t) {
+        dk.add<D>(b, h, listed.list[t], sum_k.data() + listed.list[t] * D);
+        dv.add<D>(b, h, listed.list[t], sum_v.data() + listed.list[t] * D);
+      }
+      listed.for_each_query(p, 0, listed.count, [&](int64_t i) { dq.add<D>(b, h, i, of_query); });
     }
   });
 }
@@ -243,24 +271,13 @@ Problem problem(const Arguments& a, int64_t buffers) {
     lengths[b] = mask.sequence(b).end_key;
     check_place(a, b, lengths[b]);
   }
-  std::vector<float> logs(a.rest ? a.m + 1 : 0);
+  std::vector<float> logs(a.rest_bias ? a.m + 1 : 0);
   for (size_t count = 0; count < logs.size(); ++count) logs[count] = std::log(static_cast<float>(count));
   return Problem{Rows(a.query, a), Rows(a.key, a), Rows(a.value, a), mask,
                  Dropout{static_cast<float>(a.dropout), static_cast<uint64_t>(a.seed)}, static_cast<float>(a.scale),
                  a.B, a.H, a.n, a.m, group, rows, groups, std::max<int64_t>(1, (a.n + rows - 1) / rows), a.starts,
-                 std::move(lengths), a.rest, std::move(logs), a.parallel_for};
-}
-
-Pooling pooling(const Arguments& a) {
-  // At least two tasks per thread. More than four heads would not stay in the first-level cache.
-  const int64_t group = std::max<int64_t>(1, std::min<int64_t>(4, a.B * a.H / (2 * a.threads)));
-  std::vector<int64_t> lengths(a.B, a.m);
-  for (int64_t b = 0; a.starts && b < a.B; ++b) {
-    while (a.padding && lengths[b] > 0 && !a.padding[b * a.m + lengths[b] - 1]) --lengths[b];
-    check_place(a, b, lengths[b]);
-  }
-  return Pooling{Rows(a.query, a), Rows(a.key, a), Rows(a.value, a), a.padding, static_cast<float>(a.scale), a.B, a.H,
-                 a.n, a.m, group, (a.H + group - 1) / group, std::move(lengths), a.parallel_for};
+                 std::move(lengths), a.rest_bias ? a.rest : nullptr, a.rest_bias,
+                 a.rest_keys ? a.rest_keys : a.padding, std::move(logs), a.parallel_for};
 }
 
 // The rows of a result, (B, H, rows, d) in the memory order (B, rows, H, d). Tokens that belong to no packed sequence
@@ -329,27 +346,5 @@ EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
     const auto dq = results(a.grad_query, a, lengths), dk = results(a.grad_key, a, lengths),
                dv = results(a.grad_value, a, lengths);
     for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv, a.grad_rest); });
-  });
-}
-
-EXPORTED const char* pool_rest(const Arguments* arguments) {
-  const auto& a = *arguments;
-  num_threads = a.threads;
-  return message([&] {
-    const auto p = pooling(a);
-    for_head_size(a.d, [&](auto D) { pool<D>(p, a.grad_rest, reinterpret_cast<float*>(a.output.data)); });
-  });
-}
-
-EXPORTED const char* pool_rest_backward(const Arguments* arguments) {
-  const auto& a = *arguments;
-  num_threads = a.threads;
-  return message([&] {
-    const auto p = pooling(a);
-    const auto dq = results(a.grad_query, a, p.lengths), dk = results(a.grad_key, a, p.lengths),
-               dv = results(a.grad_value, a, p.lengths);
-    for_head_size(a.d, [&](auto D) {
-      pool_backward<D>(p, a.grad_rest, a.rest, reinterpret_cast<const float*>(a.output.data), dq, dk, dv);
-    });
   });
 }

@@ -76,6 +76,29 @@ struct Rows {
         for (int64_t c = 0; c < d; ++c) p[c] = to_float16(from[c]);
     }
   }
+  // sum += the row's d numbers
+  template <int D>
+  void add_to(int64_t b, int64_t h, int64_t i, Vec* sum) const {
+    const char* const from = row(b, h, i);
+    alignas(64) float copy[D];
+    if (dtype == FLOAT32 && d == D) {
+#pragma GCC unroll 16
+      for (int64_t c = 0; c < D / W; ++c) sum[c] += load(reinterpret_cast<const float*>(from) + c * W);
+    } else if (dtype == BFLOAT16 && d == D) {
+#pragma GCC unroll 16
+      for (int64_t c = 0; c < D / W; ++c) sum[c] += load_bfloat16(from + 2 * c * W);
+    } else {
+      read<D>(b, h, i, copy, 1.0f);
+      for (int64_t c = 0; c < D / W; ++c) sum[c] += load(copy + c * W);
+    }
+  }
+  template <int D>
+  void add(int64_t b, int64_t h, int64_t i, const float* from) const {
+    alignas(64) float sum[D];
+    read<D>(b, h, i, sum, 1.0f);
+    for (int64_t c = 0; c < D; ++c) sum[c] += from[c];
+    write<D>(b, h, i, sum);
+  }
 };
 
 // How 32 bits of a packed row hold `size` channels: as they are, so that a factor of the query is left for later.
@@ -88,6 +111,8 @@ struct Singles {
   static Vec scaled(Vec query, float scale) { return query * scale; }
   static Vec add_products(Vec sum, Vec a, Vec b) { return sum + a * b; }
   static void add_weighted(Vec* sums, Vec weight, Vec value) { sums[0] += weight * value; }
+  static void add_scaled(Vec* sums, const float* factors, Vec value) { sums[0] += factors[0] * value; }
+  static Vec sum(const Vec* sums) { return sums[0]; }
   static float packed(const float* channels) { return channels[0]; }
 };
 #if defined(__AVX512BF16__)
@@ -105,6 +130,11 @@ struct Pairs {  // of bfloat16, whose products are exact
     sums[0] += weight * (Vec)((IntVec)value << 16);
     sums[1] += weight * (Vec)((IntVec)value & -65536);
   }
+  static void add_scaled(Vec* sums, const float* factors, Vec value) {
+    sums[0] += factors[0] * (Vec)((IntVec)value << 16);
+    sums[1] += factors[1] * (Vec)((IntVec)value & -65536);
+  }
+  static Vec sum(const Vec* sums) { return sums[0] + sums[1]; }
   static float packed(const float* channels) {
     return as_float(to_bfloat16(channels[0]) | uint32_t{to_bfloat16(channels[1])} << 16);
   }

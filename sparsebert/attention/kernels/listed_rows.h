@@ -92,14 +92,15 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
 }
 
 // Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the
-// next multiple of W, which are LOW, become 0.
-inline Vec softmax_numerators(float* scores, int64_t count) {
+// next multiple of W, which are LOW, become 0. `highest` becomes max.
+inline Vec softmax_numerators(float* scores, int64_t count, float* highest = nullptr) {
   Vec high = broadcast(LOW);
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);
     high = x > high ? x : high;
   }
   const Vec max = max_of(high), none = broadcast(LOW);
+  if (highest) *highest = max[0];
   Vec total = {};
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);

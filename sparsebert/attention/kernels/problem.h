@@ -14,6 +14,7 @@ class Buffer {
     start_ = memory_.data() + (64 - address % 64) % 64 / 4;
   }
   float* data() { return start_; }
+  const float* data() const { return start_; }
   int64_t size() const { return static_cast<int64_t>(memory_.size()) - 16; }
 
  private:
@@ -32,20 +33,21 @@ struct Problem {
   int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
   const int64_t* starts;   // first token of each packed sequence; null if they are not packed
   std::vector<int64_t> lengths;  // of the packed sequences
-  // The rest of each sequence and head: a key and its value for every query that lacks real keys, and a number that is
-  // added to its score, and so is the logarithm of the number of keys that the query lacks. Null if there is none.
-  const float* rest;
+  // The rest of each sequence and head: a key and its value for every query that lacks real keys, a number that is added
+  // to its score, and so is the logarithm of the number of keys that the query lacks, and for the backward what it was
+  // pooled with: the mean query times `scale`, and the weights of the keys. (B, H, 3 d + 1 + m), null if there is none.
+  float* rest;
+  const float* rest_bias;   // (H,), a part of the number that is added
+  const bool* rest_keys;    // (B, m), true = a key that the rest stands for; null if all are
   std::vector<float> logs;  // of 0 to m
   ParallelFor parallel_for;
 
-  int64_t rest_place(int64_t b, int64_t h) const { return (b * H + h) * (2 * query.d + 1); }
-  float rest_score(int64_t b, int64_t h, int64_t removed) const {
-    return logs[removed] + rest[rest_place(b, h) + 2 * query.d];
-  }
+  int64_t rest_size() const { return 3 * query.d + 1 + m; }
+  float* rest_of(int64_t b, int64_t h) const { return rest + (b * H + h) * rest_size(); }
   int64_t key_rows() const { return m + (rest != nullptr); }  // of packed keys or values; the last is the rest's
   int64_t num_keys(int64_t b) const { return starts ? lengths[b] : m; }
   struct Task {
-    int64_t b, first_head, end_head, chunk, first_row, end_row;
+    int64_t b, first_head, end_head, chunk = 0, first_row = 0, end_row = 0;
   };
   Task task(int64_t number) const {
     const int64_t b = number / chunks / groups, g = number / chunks % groups, chunk = number % chunks;

@@ -13,8 +13,7 @@
 
 #include <numeric>
 
-#include "listed_rows.h"
-#include "problem.h"
+#include "rest.h"
 
 // Transposes rows i to i + count - 1 of a head, at most W: a row of `to` is a channel's. Rows that `skipped` tells of
 // are read as 0.
@@ -49,6 +48,7 @@ struct Columns {
   explicit Columns(int64_t m) : stride(stride_of(m)), numbers(D / Format::size * stride) {}
   static int64_t stride_of(int64_t m) { return ((m + 3 * W + 15) / 16 | 1) * 16; }
   float* data() { return numbers.data() + W; }
+  const float* data() const { return numbers.data() + W; }
 
   void pack(const Rows& rows, int64_t b, int64_t h, int64_t count, const float* bias) {
     for (int64_t j = 0; j < count + W; j += W)
@@ -93,19 +93,59 @@ inline void add_values(const float* weights, const float* values, int64_t stride
   }
 }
 
+// scores[j] = query . key j for N W keys
+template <class Format, int D, int64_t N>
+inline void set_scores(const float* query, const float* keys, int64_t stride, float* scores) {
+  Vec sums[N * Format::size] = {};
+  for (int64_t c = 0; c < D / Format::size; ++c)
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < N; ++k)
+      Format::add_scaled(sums + k * Format::size, query + c * Format::size, load(keys + c * stride + k * W));
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < N; ++k) store(scores + k * W, Format::sum(sums + k * Format::size));
+}
+
+// sum = sum_j weights[j] * value j for the first `count` values, up to a multiple of W
+template <class Format, int D>
+inline void weighted_sum(const float* weights, const Columns<Format, D>& values, int64_t count, float* sum) {
+  constexpr int64_t V = W / Format::size;
+  for (int64_t c = 0; c < D / Format::size; c += V) {
+    Vec sums[W] = {}, part[W / 4];
+    for (int64_t j = 0; j < count; j += W) {
+      const Vec weight = load(weights + j);
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < V; ++k)
+        Format::add_weighted(sums + k * Format::size, weight, load(values.data() + (c + k) * values.stride + j));
+    }
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < W / 4; ++g) part[g] = sum_lanes(sums[4 * g], sums[4 * g + 1], sums[4 * g + 2], sums[4 * g + 3]);
+    store(sum + c * Format::size, sum_across(part));
+  }
+}
+
 // The softmax of W queries: turns their scores into numerators and returns the inverse of the sums, 0 where all are
-// LOW.
-inline Vec softmax_numerators_of_each(float* scores, int64_t count, float scale) {
+// LOW. REST: one more score follows, which counts as often as each query lacks one of `num_real` keys.
+template <bool REST>
+inline Vec softmax_numerators_of_each(float* scores, int64_t count, float scale, int64_t num_real) {
   Vec high = broadcast(LOW), total = {};
-  for (int64_t t = 0; t < count; ++t) {
+  for (int64_t t = 0; t < count + REST; ++t) {
     const Vec x = load(scores + t * W);
     high = x > high ? x : high;
   }
+  IntVec removed = IntVec{} + static_cast<int32_t>(num_real - count);
   for (int64_t t = 0; t < count; ++t) {
     const Vec x = load(scores + t * W);
-    const Vec p = x == broadcast(LOW) ? Vec{} : exponential((x - high) * scale);
+    const IntVec none = x == broadcast(LOW);
+    const Vec p = none ? Vec{} : exponential((x - high) * scale);
+    if (REST) removed -= none;
     total += p;
     store(scores + t * W, p);
+  }
+  if (REST) {
+    const Vec x = load(scores + count * W);
+    const Vec p = removed == 0 ? Vec{} : __builtin_convertvector(removed, Vec) * exponential((x - high) * scale);
+    total += p;
+    store(scores + count * W, p);
   }
   return total == 0.0f ? Vec{} : 1.0f / total;
 }
@@ -120,6 +160,7 @@ struct Toeplitz {
   Columns<Format, D> keys, values;
   Buffer biases, scores, queries, sums, rows;
   std::vector<int32_t> steps;
+  std::vector<float> pooled;  // what is kept of the rest of the head
   float* const bias;  // added to the scores of a key: 0, or LOW where it is no key or one of the special tokens
   const int32_t rest;  // the column of the rest, which no W keys reach that begin at one of the others
   Mask::Sequence s;
@@ -127,7 +168,7 @@ struct Toeplitz {
   explicit Toeplitz(const Problem& p)
       : p(p), query_scale(Format::size == 1 ? p.scale : 1.0f), score_scale(Format::size == 1 ? 1.0f : p.scale),
         keys(p.m), values(p.m), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W), sums(D * W),
-        rows(D * W), steps(p.m / W + 1), bias(biases.data() + W),
+        rows(D * W), steps(p.m / W + 1), pooled(p.rest ? p.rest_size() : 0), bias(biases.data() + W),
         rest(static_cast<int32_t>(p.m + W)) {
     for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
   }
@@ -141,12 +182,34 @@ struct Toeplitz {
     keys.pack(p.key, b, h, p.num_keys(b), bias);
     values.pack(p.value, b, h, p.num_keys(b), bias);
     if (p.rest) {
-      const float* const row = p.rest + p.rest_place(b, h);
-      set_rest(row, keys);
-      set_rest(row + p.query.d, values);
+      pool(b, h);
+      set_rest(pooled.data(), keys);
+      set_rest(pooled.data() + p.query.d, values);
     }
     set_special(LOW);
   }
+
+  void pool(int64_t b, int64_t h) {
+    const RestKeys listed(p, b);
+    const int64_t count = p.num_keys(b);
+    alignas(64) float mean[D], key[D], value[D];
+    float high = 0, *const weights = scores.data();
+    mean_queries<D>(p, {b, h, h + 1}, listed, mean);
+    int64_t j = 0;
+    for (; j + 4 * W <= count; j += 4 * W) set_scores<Format, D, 4>(mean, keys.data() + j, keys.stride, weights + j);
+    for (; j < count; j += W) set_scores<Format, D, 1>(mean, keys.data() + j, keys.stride, weights + j);
+    if (p.rest_keys)
+      for (j = 0; j < count; ++j) weights[j] = p.rest_keys[b * p.m + j] ? weights[j] : LOW;
+    store(weights + count, broadcast(LOW));
+    const Vec total = softmax_numerators(weights, count, &high), inverse = total == 0.0f ? Vec{} : 1.0f / total;
+    for (j = 0; j < count; j += W) store(weights + j, load(weights + j) * inverse);
+    weighted_sum<Format, D>(weights, keys, count, key);
+    weighted_sum<Format, D>(weights, values, count, value);
+    keep_rest(p, h, listed.count, key, value, mean, high, total[0], pooled.data());
+    std::copy_n(weights, count, pooled.data() + 3 * p.query.d + 1);
+  }
+
+  float rest_score() const { return pooled[2 * p.query.d] / score_scale; }
 
   void set_rest(const float* row, Columns<Format, D>& columns) {
     float channels[D] = {};
@@ -176,18 +239,18 @@ struct Toeplitz {
     }
   }
 
-  // The first scores of the rest, for W queries of whose keys these are the first scores.
-  Vec begin_rest(int64_t b, int64_t h, const float* first, int64_t count) {
-    IntVec kept = {};
-    for (int64_t t = 0; t < count; ++t) kept -= load(first + t * W) == 0.0f;
-    alignas(64) float to[W];
-    for (int64_t l = 0; l < W; ++l) to[l] = p.rest_score(b, h, s.num_real - kept[l]) / score_scale;
-    return load(to);
+  // The first scores of the rest, for W queries of whose keys these are the first scores: LOW where they lack none.
+  Vec begin_rest(const float* first, int64_t count) {
+    const Vec score = broadcast(rest_score());
+    if (count < s.num_real) return score;
+    IntVec removed = IntVec{} + static_cast<int32_t>(s.num_real - count);
+    for (int64_t t = 0; t < count; ++t) removed -= load(first + t * W) != 0.0f;
+    return removed == 0 ? broadcast(LOW) : score;
   }
 
   // The outputs of queries r to r + W - 1, from `queries` to `sums`, transposed.
   template <bool SHIFTED>
-  void attend(int64_t b, int64_t h, int64_t r) {
+  void attend(int64_t h, int64_t r) {
     const Mask& mask = p.mask;
     const int64_t stride = keys.stride, origin = r - r % mask.block, most = mask.window >= 0 ? mask.window : p.m;
     // The keys of the first of the queries, as far as one of all has such a key.
@@ -208,8 +271,9 @@ struct Toeplitz {
     else
       begin_shared(r, begin, origin, listed, false, own);
     begin_shared(r, special, 0, specials, true, shared);
+    const int64_t count = listed + specials;
     if (p.rest) {
-      store(shared + specials * W, begin_rest(b, h, own, listed + specials));
+      store(shared + specials * W, begin_rest(own, count));
       special[specials++] = rest;
     }
     for (int64_t c = 0; c < R; c += C) {
@@ -220,7 +284,8 @@ struct Toeplitz {
       add_scores<Format, C, SHIFTED>(q, key + origin, stride, begin, listed, own);
       add_scores<Format, C, false>(q, key, stride, special, specials, shared);
     }
-    const Vec inverse = softmax_numerators_of_each(own, listed + specials, score_scale);
+    const Vec inverse = p.rest ? softmax_numerators_of_each<true>(own, count, score_scale, s.num_real)
+                               : softmax_numerators_of_each<false>(own, count, score_scale, s.num_real);
     constexpr int64_t V = C / Format::size;
     for (int64_t c = 0; c < R; c += V) {
       Vec sum[C] = {};
@@ -249,7 +314,7 @@ struct Toeplitz {
     set_special(LOW);
     if (others) {
       store(scores.data(), broadcast(LOW));
-      scores.data()[0] = p.rest_score(b, h, 1) / score_scale;
+      scores.data()[0] = rest_score();
     }
     for (int64_t c = 0; c < R; c += C) {
       Vec q[C];
@@ -283,8 +348,8 @@ struct Toeplitz {
     }
     if (any) {
       read_columns<Format, D>(p.query, b, h, i, count, [](int64_t) { return false; }, queries.data(), W);
-      if (p.mask.block == 1) attend<true>(b, h, r);
-      else attend<false>(b, h, r);
+      if (p.mask.block == 1) attend<true>(h, r);
+      else attend<false>(h, r);
     }
     const bool direct = plain && Singles::is_packed<D>(output);
     float* const to = direct ? reinterpret_cast<float*>(output.row(b, h, i)) : rows.data();
@@ -317,6 +382,7 @@ void toeplitz_forward(const Problem& p, const Rows& output) {
       for (int64_t h = task.first_head; h < task.end_head; ++h) {
         if (packed != task.b * p.H + h) kernel.pack(task.b, h);
         packed = task.b * p.H + h;
+        if (p.rest && task.chunk == 0) std::copy(kernel.pooled.begin(), kernel.pooled.end(), p.rest_of(task.b, h));
         for (int64_t i = task.first_row; i < task.end_row; i += W)
           kernel.run(task.b, h, i, std::min(W, task.end_row - i), output);
       }

@@ -27,6 +27,11 @@ inline Vec load(const float* p) {
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
+inline Vec load_bfloat16(const char* p) {
+  uint16_t __attribute__((vector_size(WIDTH * 2))) v;
+  std::memcpy(&v, p, sizeof(v));
+  return (Vec)(__builtin_convertvector(v, IntVec) << 16);
+}
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 inline Vec broadcast(float x) { return x - Vec{}; }  // x + 0 would be an addition, since -0 + 0 is 0
 inline Vec broadcast_bits(const float* p) {  // of any 32 bits, which may be no float
