@@ -46,7 +46,7 @@ OTHER_POINTERS = {
 # Kernels by what they do: the function, and its constants.
 KERNELS = {
     "forward": ("row_kernel", {"SHORT": False, "GRADIENT": False}),
-    "short_forward": ("row_kernel", {"SHORT": True, "GRADIENT": False}),
+    "short_forward": ("row_kernel", {"SHORT": True, "GRADIENT": False, "PARTIAL": False}),
     "query_grad": ("row_kernel", {"SHORT": False, "GRADIENT": True}),
     "column": ("column_kernel", {}),
     "short_backward": ("short_backward_kernel", {}),
@@ -81,6 +81,7 @@ class Variant:
     rows: int = 0
     limit: int | None = None
     rest: bool = False
+    partial: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def compiled(variant):
     name, constants = KERNELS[variant.kernel]
     constants = constants | {
         "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "DIAGONAL_OFF": False,
-        "CAUSAL": False, "SPECIAL_ROWS": True, "ROWS": variant.rows, "STEP": variant.step,
+        "CAUSAL": False, "SPECIAL_ROWS": True, "ROWS": variant.rows, "STEP": variant.step, "PARTIAL": variant.partial,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]
     # With padding, the kernels count what a rest stands for.

@@ -23,6 +23,7 @@ from sparsebert import SparseMask
 from sparsebert.attention.backends import prepared
 from sparsebert.attention.kernels import triton as backend
 from sparsebert.attention.kernels.triton import real_spans, tile_attention
+from sparsebert.attention.kernels.triton_launch import launch
 from sparsebert.attention.kernels.triton_limits import GPUS, capability, check
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.masks.tiles import tile_form
@@ -196,6 +197,28 @@ def test_several_steps_in_a_tile(lists, monkeypatch, dropout):
     expected = case.run()
     monkeypatch.setattr(backend, "_hardware", lambda query: (torch.bfloat16, 80))
     torch.testing.assert_close(case.run(), expected, atol=2e-6, rtol=1e-5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("padded", [False, True])
+def test_whole_tiles_need_no_code_for_partial_ones(lists, monkeypatch, padded):
+    """Which takes registers, so that fewer programs run at a time. Padding cuts whole tiles."""
+    whole = torch.tensor([[1, 0], [1, 1]]).bool().repeat_interleave(64, 0).repeat_interleave(64, 1)
+    case = Case(128, whole[None], torch.arange(128) < torch.tensor([[128], [90]]) if padded else None)
+    flags = []
+
+    def noted(kernel, grid, arguments, constants, *more):
+        flags.append(constants["PARTIAL"])
+        launch(kernel, grid, arguments, constants, *more)
+
+    monkeypatch.setattr(backend, "launch", noted)
+    output, *gradients = case.run()
+    results = [output.transpose(1, 2), *gradients]
+    test_attention.assert_as_good_as_plain(results, *case.tensors, case.keep())
+    assert flags == [False] * 3
+    flags.clear()
+    Case(128).run()
+    assert flags == [True] * 3
 
 
 @runs_kernels

@@ -172,6 +172,7 @@ def _forward(query, key, value, *mask):
     tiles, sequences, numbers, constants, (_, special_rows), choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
     short = length <= SHORT_LENGTH
+    constants["PARTIAL"] = not short and len(tiles.partial) > 0
     programs = tiles.tiles.shape[1] + (special_rows and not short)
     launch(
         "row_kernel",
@@ -218,6 +219,7 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
             max(_bucket(length), TILE),
         )
     else:
+        constants["PARTIAL"] = len(tiles.partial) > 0
         delta = lse.new_empty(batch, num_heads, length)
         programs = tiles.tiles.shape[1] + special_rows
         sums = sums_over(programs)

@@ -40,12 +40,13 @@ def row_kernel(
     k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold,
     keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, PARTIAL: tl.constexpr, SHORT: tl.constexpr,
+    GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The row programs: forward, which writes `output` and `lse`, or with GRADIENT the gradient of the queries, which
     writes `query_grad` and `delta`, the sum of the output times its gradient. SHORT: visit all keys, without tile
-    lists.
+    lists. PARTIAL: whether the lists have partial tiles.
 
     `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `spans`
     (B, 3 + tile_columns) int64, `first` and `last` (B,) or (1,) int32 (then `first_b` or `last_b` is 0) and `seed`
@@ -119,7 +120,7 @@ def row_kernel(
                 lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
                 first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length,
                 tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP,
+                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP, PARTIAL,
             )  # fmt: skip
     else:
         listed_rows(
@@ -127,7 +128,7 @@ def row_kernel(
             output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
             last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows,
             tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
-            DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP,
+            DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP, PARTIAL,
         )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def column_kernel(
     partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
     length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, PARTIAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The column programs: the gradients of keys and values. The lists are the transposed ones; all other arguments are
@@ -181,14 +182,14 @@ def column_kernel(
                 block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
                 value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh,
                 head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
-                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP,
+                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
             )  # fmt: skip
     else:
         listed_columns(
             block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
             value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head,
             length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP,
+            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
         )  # fmt: skip
 
 

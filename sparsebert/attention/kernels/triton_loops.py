@@ -39,9 +39,12 @@ def listed_rows(
     v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, GRADIENT: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries against its lists of key tiles, of which only `begin` to `end` contain real tokens."""
+    """
+    A block of queries against its lists of key tiles, of which only `begin` to `end` contain real tokens. PARTIAL:
+    whether there are partial tiles in any list, whose code takes registers.
+    """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     d, lane, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, BLOCK_Q)
     rows = block * BLOCK_Q + row_lane
@@ -90,33 +93,34 @@ def listed_rows(
         )
         tile = next_tile
 
-    before = entry - full_begin
-    edge = before + full_stop - stop_entry
-    partial_begin = tl.load(partial_start + line + begin)
-    count = edge + tl.load(partial_start + line + stop) - partial_begin
-    tile, index = masked_entry(full, partial, 0, count, before, edge, full_begin, stop_entry, partial_begin)
-    for step in range(0, count * SPLIT):
-        next_tile, next_index = masked_entry(
-            full, partial, (step + 1) // SPLIT, count, before, edge, full_begin, stop_entry, partial_begin
-        )
-        part = step % SPLIT * STEP
-        start = tile * BLOCK_K + part
-        columns = start + lane
-        inside = columns < length
-        k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
-        bits = tl.load(pool + index * BLOCK_Q + row_lane)
-        if words is not None:
-            bits &= real_word(words, tile, first_real, behind_real, holes)
-        keep = bit_at(bits[:, None], (part + lane)[None, :])
-        kept = None
-        if seed is not None:
-            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(drawn[:, None], columns[None, :])
-        acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
-        )
-        tile, index = next_tile, next_index
+    if PARTIAL or words is not None:
+        before = entry - full_begin
+        edge = before + full_stop - stop_entry
+        partial_begin = tl.load(partial_start + line + begin)
+        count = edge + tl.load(partial_start + line + stop) - partial_begin
+        tile, index = masked_entry(full, partial, 0, count, before, edge, full_begin, stop_entry, partial_begin)
+        for step in range(0, count * SPLIT):
+            next_tile, next_index = masked_entry(
+                full, partial, (step + 1) // SPLIT, count, before, edge, full_begin, stop_entry, partial_begin
+            )
+            part = step % SPLIT * STEP
+            start = tile * BLOCK_K + part
+            columns = start + lane
+            inside = columns < length
+            k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
+            bits = tl.load(pool + index * BLOCK_Q + row_lane)
+            if words is not None:
+                bits &= real_word(words, tile, first_real, behind_real, holes)
+            keep = bit_at(bits[:, None], (part + lane)[None, :])
+            kept = None
+            if seed is not None:
+                drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
+                kept = bit_at(drawn[:, None], columns[None, :])
+            acc, top, total = row_step(
+                acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
+            )
+            tile, index = next_tile, next_index
 
     if SPECIAL:
         seen = valid
@@ -152,6 +156,7 @@ def listed_columns(
     tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """A block of keys against its lists of query tiles, of which only `begin` to `end` contain real tokens."""
     SPLIT: tl.constexpr = BLOCK_Q // STEP
@@ -179,22 +184,25 @@ def listed_columns(
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, None, kept, scale, keep_scale)
         tile = next_tile
 
-    entry, stop_entry = tl.load(partial_start + line + begin), tl.load(partial_start + line + stop)
-    count = stop_entry - entry
-    tile, index = masked_entry(full, partial, 0, count, 0, 0, entry, entry, entry)
-    for step in range(0, count * SPLIT):
-        next_tile, next_index = masked_entry(full, partial, (step + 1) // SPLIT, count, 0, 0, entry, entry, entry)
-        part = step % SPLIT * STEP
-        rows = tile * BLOCK_Q + part + row_lane
-        q, do, row_lse, row_delta = load_queries(rows, rows < length, query, output_grad, lse, delta, q_n, o_n, HEAD)
-        bits = tl.load(pool + index * BLOCK_Q + part + row_lane)
-        keep = bit_at(bits[None, :], lane[:, None])
-        kept = None
-        if seed is not None:
-            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(drawn[None, :], columns[:, None])
-        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
-        tile, index = next_tile, next_index
+    if PARTIAL:
+        entry, stop_entry = tl.load(partial_start + line + begin), tl.load(partial_start + line + stop)
+        count = stop_entry - entry
+        tile, index = masked_entry(full, partial, 0, count, 0, 0, entry, entry, entry)
+        for step in range(0, count * SPLIT):
+            next_tile, next_index = masked_entry(full, partial, (step + 1) // SPLIT, count, 0, 0, entry, entry, entry)
+            part = step % SPLIT * STEP
+            rows = tile * BLOCK_Q + part + row_lane
+            q, do, row_lse, row_delta = load_queries(
+                rows, rows < length, query, output_grad, lse, delta, q_n, o_n, HEAD
+            )
+            bits = tl.load(pool + index * BLOCK_Q + part + row_lane)
+            keep = bit_at(bits[None, :], lane[:, None])
+            kept = None
+            if seed is not None:
+                drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
+                kept = bit_at(drawn[None, :], columns[:, None])
+            dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+            tile, index = next_tile, next_index
 
     if SPECIAL and SPECIAL_ROWS:
         # As wide as a step, so that the k and v in registers fit.

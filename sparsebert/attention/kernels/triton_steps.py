@@ -50,8 +50,9 @@ def dropout_words(seed, head, rows, index, threshold):
 
 @triton.jit
 def bit_at(words, position):
-    """Whether bit `position` (taken modulo 64) of `words` is on."""
-    return ((words.to(tl.int64) >> (position & 63).to(tl.int64)) & 1) != 0
+    """Whether bit `position` (taken modulo 64) of `words`, int64, is on. Half a word is what a register holds."""
+    half = tl.where((position & 32) != 0, (words >> 32).to(tl.int32), words.to(tl.int32))
+    return ((half >> (position & 31)) & 1) != 0
 
 
 @triton.jit
