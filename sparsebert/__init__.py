@@ -15,12 +15,14 @@ from .version import __version__
 if TYPE_CHECKING:
     from .analysis.plans import Plan, plan
     from .attention.dot_product import sparse_dot_product_attention
+    from .attention.interface import register_backend
     from .attention.probability_maps import PROBABILITY_MAPS
+    from .learning.attach_fields import PatternConfig, SearchConfig
     from .learning.progressive_pruning import ProgressivePruning
     from .learning.search_schedule import SearchSchedule
     from .learning.searches import SEARCHES
     from .masks.mask_files import MaskFileError
-    from .masks.patterns import PATTERNS, build_pattern
+    from .masks.patterns import PATTERNS, build_pattern, register_pattern
     from .masks.sparse_mask import SparseMask
     from .models.architectures import ARCHITECTURES
     from .models.attaching import attach, detach, sparsity, sparsity_loss
@@ -51,12 +53,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "analysis.plans": "Plan plan",
     "attention.dot_product": "sparse_dot_product_attention",
+    "attention.interface": "register_backend",
     "attention.probability_maps": "PROBABILITY_MAPS",
+    "learning.attach_fields": "PatternConfig SearchConfig",
     "learning.progressive_pruning": "ProgressivePruning",
     "learning.search_schedule": "SearchSchedule",
     "learning.searches": "SEARCHES",
     "masks.mask_files": "MaskFileError",
-    "masks.patterns": "PATTERNS build_pattern",
+    "masks.patterns": "PATTERNS build_pattern register_pattern",
     "masks.sparse_mask": "SparseMask",
     "models.architectures": "ARCHITECTURES",
     "models.attaching": "attach detach sparsity sparsity_loss",
@@ -97,10 +101,12 @@ __all__ = [
     "MIXERS",
     "PATTERNS",
     "PROBABILITY_MAPS",
+    "PatternConfig",
     "Plan",
     "ProgressivePruning",
     "SEARCHES",
     "MaskFileError",
+    "SearchConfig",
     "SearchSchedule",
     "SparseAttention",
     "SparseBertConfig",
@@ -126,6 +132,8 @@ __all__ = [
     "load",
     "plan",
     "quantize",
+    "register_backend",
+    "register_pattern",
     "sparse_dot_product_attention",
     "sparsity",
     "sparsity_loss",

@@ -44,11 +44,9 @@ def attention(mask, **arguments):
 MISTAKES = {
     "progress in percent": (lambda m: m("dam_s").sparse_attention.set_progress(50), "must be in [0, 1], got 50"),
     "progress NaN": (lambda m: m("dam_s").sparse_attention.set_progress(float("nan")), "progress must be in [0, 1]"),
-    "set a table": (lambda m: m().set_mask(window().to_table()), "set_mask needs a SparseMask, got Tensor"),
-    "set nothing": (lambda m: m().set_mask(None), "set_mask needs a SparseMask, got NoneType"),
+    "set nothing": (lambda m: m().set_mask(None), "mask must be a SparseMask, or .* got NoneType"),
     "freeze text": (lambda m: m("dam_s").freeze(sparsity="0.9"), "sparsity must be in [0, 1), got '0.9'"),
     "freeze twice said": (lambda m: m("dam_s").freeze(0.5, 0.5), "threshold 0.5 and sparsity 0.5 exclude each other"),
-    "attach a tensor": (lambda m: m(window().to_table()), "attach needs a SparseMask or the name of one, got Tensor"),
     "schedule text": (lambda m: SearchSchedule("0.5"), "search_end must be a number from 0 to 1, got '0.5'"),
     "schedule steps": (lambda m: SearchSchedule(1000), "search_end must be a number from 0 to 1, got 1000"),
     "schedule threshold": (lambda m: SearchSchedule(0.5, threshold=2), "threshold must be in [0, 1), got 2"),

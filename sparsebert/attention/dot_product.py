@@ -75,7 +75,11 @@ def sparse_dot_product_attention(
     if backend not in ATTENTION_NAMES:
         raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")
     if not isinstance(mask, SparseMask):
-        raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__}")
+        # A table is not taken: what is compiled of a mask is kept with it, and would be made at every call.
+        raise ValueError(
+            f"mask must be a SparseMask, got {type(mask).__name__}: make one of a bool tensor (H, n, n) with "
+            "sparsebert.SparseMask(tensor, n), once for all calls"
+        )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         is_tensor = isinstance(tensor, torch.Tensor)
         if not is_tensor or tensor.dtype not in DTYPES or tensor.dim() != 4 or not tensor.shape[3]:

@@ -4,7 +4,7 @@ The link to transformers: the functions that its tables of attention and of mask
 Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils import logging
 
-from .backends import prepared, run_backend
-from .choosing.choice import ATTENTION_NAMES, SAVED_NAMES
+from ..checks import nearest
+from ..masks.sparse_mask import SparseMask
+from .backends import BACKENDS, prepared, run_backend
+from .biases.mask_biases import prepare_bias
+from .capabilities import WANTED, Backend, Request
+from .choosing.choice import ATTENTION_NAMES, CHOICES, SAVED_NAMES, TWINS
 from .mask_inputs import MaskInputs, check_arguments
+from .probability_maps import PROBABILITY_MAPS
 
 
 logger = logging.get_logger(__name__)
 
+_OWN = tuple(BACKENDS)
 # Model types whose stock attention adds the mask to the scores, under whatever name: it has no interface.
 WITHOUT_INTERFACE = ("mpnet",)
 _RUNS_DENSE = (
@@ -144,11 +150,60 @@ def sparse_attention_mask(
 
 def register_names() -> None:
     """Enter our names in both tables. One that is missing in that of masks would make transformers drop padding."""
-    if ATTENTION_NAMES[-1] in AttentionMaskInterface._global_mapping:
-        return
-    for name in (*ATTENTION_NAMES, *SAVED_NAMES):
+    for name in {*ATTENTION_NAMES, *SAVED_NAMES} - AttentionMaskInterface._global_mapping.keys():
         AttentionInterface.register(name, sparse_attention_forward)
         AttentionMaskInterface.register(name, sparse_attention_mask)
+
+
+def register_backend(
+    name: str,
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    prepare: Callable[[SparseMask, MaskInputs], dict[str, Any]] = prepare_bias,
+    *,
+    refuse: Callable[[Request], str | None] = lambda request: None,
+    supports: Iterable[str] = (),
+    probability_maps: Iterable[str] = ("softmax",),
+    raw: bool = False,
+) -> None:
+    """
+    Have an attention of your own run masks in this process, under a name that `attn_implementation` and
+    [`sparse_dot_product_attention`] take. `sparse_measure` tries it too, `sparse_auto` does not.
+
+    Args:
+        name (`str`): Its name, which must not be one of this package or of transformers. A backend that was registered
+            under it is replaced.
+        function (`Callable`): What runs, see [`Backend`].
+        prepare (`Callable`, *optional*): What it reads of a mask, see [`Backend`]; by default an additive bias in
+            `inputs.bias[0]`.
+        refuse (`Callable`, *optional*): Why it cannot run here, see [`Backend`].
+        supports (`Iterable[str]`, *optional*): What it can do beyond a frozen mask with padding, see [`Backend`].
+        probability_maps (`Iterable[str]`, *optional*): Keys of `PROBABILITY_MAPS` that it applies.
+        raw (`bool`, *optional*, defaults to `False`): Whether it takes its inputs as they are, see [`Backend`].
+
+    Raises:
+        ValueError: If the name is taken or no name, or one of the other values is unknown.
+    """
+    taken = name in _OWN or name in CHOICES or name in SAVED_NAMES or name in TWINS
+    if taken or not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(
+            f"name must be an identifier, and none of {', '.join((*_OWN, *CHOICES, *TWINS))}, got {name!r}"
+        )
+    if name not in BACKENDS and name in AttentionInterface._global_mapping:
+        raise ValueError(f"name {name!r} is that of an attention of transformers: choose another one")
+    given: dict[str, Any] = {"function": function, "prepare": prepare, "refuse": refuse}
+    for argument, value in given.items():
+        if not callable(value):
+            raise ValueError(f"{argument} must be a function, got {type(value).__name__}")
+    for argument, values, known in (
+        ("supports", frozenset(supports), WANTED),
+        ("probability_maps", tuple(probability_maps), PROBABILITY_MAPS),
+    ):
+        for value in values:
+            if value not in known:
+                raise nearest(argument, value, known)
+        given[argument] = values
+    BACKENDS[name] = Backend(**given, raw=raw)
+    register_names()
 
 
 def unregister_names() -> None:

@@ -170,7 +170,7 @@ class MaskFields:
     last_token: str | None = _field(USE, None, one_of(LAST_TOKENS))
     rest: str | None = _field(USE, None, one_of(RESTS))
     sparsity_weight: float | int = _field(SEARCH, 1e-4, interval(0, 1e9))
-    target_sparsity: float | None = _field(SEARCH, None, interval(0, 1, low_open=True, high_open=True))
+    target_sparsity: float | int | None = _field(SEARCH, None, interval(0, 1, low_open=True, high_open=True))
     sparsity_scope: str = _field(SEARCH, "head", one_of(SCOPES))
     initial_decay: float | int | None = _field(SEARCH, None, interval(0, 100))
     initial_sparsity: float | int | None = _field(SEARCH, None, interval(0, 1, high_open=True))

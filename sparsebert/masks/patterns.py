@@ -233,7 +233,7 @@ def star_cycle(length: int, *, window_size: int = 16, relay: int = -1) -> Sparse
     return _cycle([ring | (i == relay) | (j == relay)], length)
 
 
-PATTERNS: dict[str, Callable[..., SparseMask]] = {
+PATTERNS: dict[str, Callable[..., SparseMask | torch.Tensor]] = {
     "strided": strided,
     "fixed": fixed,
     "logsparse": logsparse,
@@ -250,6 +250,7 @@ PATTERNS: dict[str, Callable[..., SparseMask]] = {
     "star_cycle": star_cycle,
 }
 
+_OWN = tuple(PATTERNS)
 # The patterns that take a head configuration; p is 2, 2 and 1.
 CYCLES = {name: PATTERNS[name] for name in ("strided_cycle", "fixed_cycle", "star_cycle")}
 
@@ -272,6 +273,46 @@ def _arrange(sets, head_configuration, num_layers, num_heads):
             )
         return sets[torch.arange(num_heads) // (num_heads // num_sets)].transpose(0, 1)
     return sets[torch.arange(num_layers) % num_sets]
+
+
+def as_mask(given: Any, num_heads: int, what: str = "mask") -> SparseMask:
+    """A mask that is given as such or as a bool tensor `(n, n)`, `(H, n, n)` or `(L, H, n, n)`."""
+    if isinstance(given, torch.Tensor) and given.dim():
+        keep = given.expand(num_heads, *given.shape) if given.dim() == 2 else given
+        return SparseMask(keep, keep.shape[-1])
+    if not isinstance(given, SparseMask):
+        raise ValueError(
+            f"{what} must be a SparseMask, or a bool tensor (n, n), (H, n, n) or (L, H, n, n) that is True where a "
+            f"query may attend to a key, got {type(given).__name__}"
+        )
+    return given
+
+
+def register_pattern(name: str, function: Callable[..., SparseMask | torch.Tensor]) -> None:
+    """
+    Have a function known as a pattern in this process, wherever the key of `PATTERNS` is taken.
+
+    Args:
+        name (`str`): An identifier, which must not be that of a pattern of this package. A pattern that was registered
+            under it is replaced.
+        function (`Callable`): A function of the length, with keyword-only parameters that have defaults. Returns a
+            bool tensor `(length, length)`, True where a query may attend to a key, or a [`SparseMask`] of one head. A
+            function that also takes `num_heads` and `seed` returns a mask for all heads.
+
+    Raises:
+        ValueError: If the name is taken or no name, or the function has other parameters.
+    """
+    if not (isinstance(name, str) and name.isidentifier()) or name in _OWN:
+        raise ValueError(f"name must be an identifier, and none of {', '.join(_OWN)}, got {name!r}")
+    first, *others = inspect.signature(function).parameters.values() if inspect.isfunction(function) else (None,)
+    drawn = [item.name for item in others if item.name in ("num_heads", "seed")]
+    own = [item for item in others if item.name not in drawn]
+    if first is None or len(drawn) == 1 or any(item.name not in (function.__kwdefaults__ or {}) for item in own):
+        raise ValueError(
+            f"pattern {name!r} must be a function of the length, perhaps of num_heads and seed, and of keyword-only "
+            f"parameters with defaults, got {function!r}"
+        )
+    PATTERNS[name] = function
 
 
 def build_pattern(
@@ -336,7 +377,9 @@ def build_pattern(
         drawn = {"num_heads": num_heads, "seed": seed}
         metadata["pattern_seed"] = seed
     with torch.device("cpu"):  # whatever the default device is: a mask is data
-        mask = function(length, **drawn, **parameters)
+        mask = as_mask(function(length, **drawn, **parameters), 1, f"what pattern {name!r} returns")
+        if mask.length != length:
+            raise ValueError(f"pattern {name!r} must return a mask of length {length}, got {mask.length}")
         keep = mask.keep
         if name in CYCLES:
             head_configuration = head_configuration or "sequential"

@@ -22,14 +22,7 @@ from huggingface_hub import CommitInfo
 from transformers.utils import CONFIG_NAME
 
 from ..checks import check_range, printable
-from .expansion import (
-    SPECIAL_TOKENS,
-    check_length,
-    expand,
-    fill_fixed_entries,
-    kept_by_head,
-    num_empty_rows,
-)
+from .expansion import SPECIAL_TOKENS, check_length, expand, fill_fixed_entries, kept_by_head, num_empty_rows
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
     MAX_MASK_LENGTH,
@@ -207,6 +200,17 @@ class SparseMask:
         The whole mask of one unpadded sequence of `length` tokens, by default its own: bool `(L, H, length, length)`.
         """
         return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal, self.special_rows)
+
+    def to_block_mask(self, length: int | None = None, layer: int = 0, device: Any = "cpu") -> Any:
+        """One layer of [`~SparseMask.to_table`] as the `BlockMask` that `flex_attention` takes, which has no rest."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if self.rest != "none":
+            raise ValueError(f"a block mask has no rest, got rest {self.rest!r}: take mask.replace(rest='none')")
+        check_range("layer", layer, 0, self.num_layers - 1 if self.num_layers > 1 else None)
+        table = self.to_table(length)[layer if self.num_layers > 1 else 0].to(device)
+        heads, n, _ = table.shape
+        return create_block_mask(lambda b, h, i, j: table[h, i, j], None, heads, n, n, device)
 
     def check_length(self, length: int) -> None:
         """Refuse a length that the mask says nothing about."""

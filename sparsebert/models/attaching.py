@@ -4,7 +4,7 @@ import copy
 from os import PathLike
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from huggingface_hub.errors import HTTPError
@@ -16,11 +16,11 @@ from ..attention.choosing.choice import SAVED_NAMES, sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import check_path, check_revision, explained
-from ..learning.mask_description import allowed_fields
+from ..learning.mask_description import OWN_FIELDS, allowed_fields
 from ..learning.searches import SEARCHES
 from ..masks.mask_files import MaskFileError, weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
-from ..masks.patterns import PATTERNS
+from ..masks.patterns import PATTERNS, as_mask
 from ..masks.sparse_mask import SparseMask
 from .architectures import FAMILIES, attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
@@ -37,6 +37,11 @@ from .model_configs import (
 from .saving import AttachedModel, check_base
 from .sparse_attention import SparseAttention, get_sparse_attention
 
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..learning.attach_fields import AttachFields
 
 logger = logging.get_logger(__name__)
 
@@ -113,11 +118,11 @@ def warn_of_changed_weights(source: str | PathLike, description: Path, hint: str
 
 def attach(
     model: Model,
-    mask_or_search: SparseMask | str | PathLike,
+    mask_or_search: SparseMask | torch.Tensor | str | PathLike,
     *,
     strict: bool = False,
     attn_implementation: str = "sparse_auto",
-    **fields: Any,
+    **fields: "Unpack[AttachFields]",
 ) -> Model:
     """
     Give a stock model a mask, fixed or to be learned. Its configuration and weights stay as they are.
@@ -125,17 +130,18 @@ def attach(
     Args:
         model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT or
             sentence-transformers model.
-        mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of a mask, a key of
-            `PATTERNS` or a key of `SEARCHES`.
+        mask_or_search ([`SparseMask`], `torch.Tensor`, `str` or `os.PathLike`): A mask, also as a bool tensor
+            `(n, n)`, `(H, n, n)` or `(L, H, n, n)` that is True where a query may attend to a key; the folder or Hub
+            id of a mask; a key of `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
             model or revision, instead of warning.
         attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
             `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
         fields: For a mask's folder or Hub id: `revision`, `subfolder` and `token`, see [`SparseMask.from_pretrained`].
-            Fields of [`MaskDescription`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...; for a
-            pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask: `length_policy`,
-            `last_token`, `special_rows`, `diagonal`, `rest`, `allow_empty_rows`; for any mask or search:
-            `skip_padding`.
+            Fields of [`MaskDescription`]. For a search, [`SearchConfig`]: `mask_length`, `sparsity_weight`, ...; for a
+            pattern, [`PatternConfig`]: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any
+            mask: `length_policy`, `last_token`, `special_rows`, `diagonal`, `rest`, `allow_empty_rows`; for any mask
+            or search: `skip_padding`.
 
     Returns:
         `model`, changed in place: it now has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that
@@ -144,7 +150,7 @@ def attach(
         ValueError: If the architecture is not supported, the model carries a mask already, the mask does not fit it,
             or a field is wrong or has no meaning here. The model is unchanged then.
     """
-    inner = without_adapters(model)
+    inner, options = without_adapters(model), cast("dict[str, Any]", fields)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"attach needs a model of transformers, got {type(inner).__name__}")
     check_not_compiled(inner, "attach")
@@ -164,20 +170,22 @@ def attach(
             f"{type(inner).__name__} applies a mask by the code that is saved with it: load it with sparsebert.load"
         )
     sparse_name(attn_implementation)  # refuses a name before anything is changed
-    if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
-        raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
+    if not isinstance(mask_or_search, (str, PathLike)):
+        mask_or_search = as_mask(mask_or_search, inner.config.num_attention_heads, "attach: mask_or_search")
     given = mask_or_search if isinstance(mask_or_search, str) else None
-    hub_arguments = {name: fields.pop(name) for name in HUB_ARGUMENTS if name in fields}
+    hub_arguments = {name: options.pop(name) for name in HUB_ARGUMENTS if name in options}
     if hub_arguments and (given in SEARCHES or given in PATTERNS or isinstance(mask_or_search, SparseMask)):
         raise ValueError(f"{next(iter(hub_arguments))} has meaning only for the folder or Hub id of a mask")
-    if refused := sorted(fields.keys() - set(allowed_fields(given))):
+    for name in options.keys() - {*OWN_FIELDS}:
+        raise nearest("field", name, allowed_fields(given))
+    if refused := sorted(options.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"
         raise ValueError(
             f"{refused[0]} has no meaning for a {kind}: the fields may be {', '.join(allowed_fields(given))}"
         )
     mask = None
     if given in SEARCHES or given in PATTERNS:
-        fields["search" if given in SEARCHES else "pattern"] = given
+        options["search" if given in SEARCHES else "pattern"] = given
     else:
         mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search, **hub_arguments)
         check_base(inner, mask, strict)
@@ -187,7 +195,7 @@ def attach(
         and any(hasattr(part, "_hf_hook") for part in inner.modules())
     ):
         raise ValueError(f"{type(inner).__name__} is offloaded, so a search would have no weights: attach it before")
-    attach_described(inner, mask, attn_implementation, **fields)
+    attach_described(inner, mask, attn_implementation, **options)
     return model
 
 

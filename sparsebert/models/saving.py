@@ -179,15 +179,17 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         """The [`SparseAttention`] of the base model."""
         return get_sparse_attention(self)
 
-    def set_mask(self, mask: SparseMask) -> None:
+    def set_mask(self, mask: SparseMask | torch.Tensor) -> None:
         """
-        Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]. Warns if it was found for another
-        base model than the mask before, and than this model.
+        Run through a [`SparseMask`], or a bool tensor as [`attach`] takes it, from now on, see
+        [`SparseAttention.set_mask`]. Warns if it was found for another base model than the mask before, and than this
+        model.
         """
         before = self.sparse_attention.mask
         self.sparse_attention.set_mask(mask)
-        if before is None or _base_of(before) != _base_of(mask):
-            check_base(self, mask)
+        used = self.sparse_attention.mask
+        if used is not None and (before is None or _base_of(before) != _base_of(used)):
+            check_base(self, used)
 
     def freeze(
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None

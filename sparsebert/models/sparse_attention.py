@@ -30,6 +30,7 @@ from ..learning.searches import SEARCHES
 from ..masks.compiled_forms import with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
+from ..masks.patterns import as_mask
 from ..masks.sparse_mask import SparseMask
 
 
@@ -180,20 +181,19 @@ class SparseAttention(Float32Module):
         self.search, self._sample = self._learned_mask().search.changed(pruned=True), None
         self.config = self.config.changed(pruned=True)
 
-    def set_mask(self, mask: SparseMask, search: str | None = None) -> None:
+    def set_mask(self, mask: SparseMask | torch.Tensor, search: str | None = None) -> None:
         """
         Use this mask from now on. If the model is searching, the search ends and its logits are dropped. The
         configuration then says that the mask is a file next to the weights.
 
         Args:
-            mask ([`SparseMask`]): A mask for the heads and layers of the model.
+            mask ([`SparseMask`] or `torch.Tensor`): A mask for the heads and layers of the model, see [`attach`].
             search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
             ValueError: If it does not fit the model, or has a row that keeps nothing, without `allow_empty_rows`.
         """
-        if not isinstance(mask, SparseMask):
-            raise ValueError(f"set_mask needs a SparseMask, got {type(mask).__name__}")
+        mask = as_mask(mask, self.carrier.num_heads)
         if not self.num_layers:
             raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._use_mask(mask)

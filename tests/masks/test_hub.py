@@ -65,7 +65,9 @@ def check_said(mask, *models):
     assert mask.endswith("hf download user/absent mask_config.json mask.safetensors")
     assert len(models) == 3
     for message in models:
-        assert "user/absent: there is no such folder, config.json" in message and message.endswith("hf download user/absent")
+        assert "user/absent: there is no such folder, config.json" in message and message.endswith(
+            "hf download user/absent"
+        )
 
 
 def test_offline_mode(cache):

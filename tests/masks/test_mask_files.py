@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,16 @@ def edit_config(folder, **changes):
 
 
 # Writing
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reader_of_the_documentation(form, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/sharing.md").read_text(encoding="utf-8")
+    code = re.search(r"^## The files of a mask$.*?^```python\n(.*?)^```$", page, re.M | re.S)[1]
+    exec(code, names_in_it := {})
+    mask = make_mask(form, rest="mean", rest_bias=torch.ones(1, 3))
+    mask.save_pretrained(tmp_path)
+    assert (names_in_it["read_keep"](tmp_path) == mask.keep.numpy()).all()
 
 
 def test_files_of_two_masks_do_not_mix(tmp_path):

@@ -2,7 +2,8 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, KeysView
 from typing import Any
 
 import torch
@@ -214,7 +215,8 @@ def _times(names, mask, request):
 
 # The names that choose a backend for each request.
 CHOICES: dict[str, Callable[..., tuple[str, str]]] = {"sparse_auto": automatic, "sparse_measure": by_measurement}
-ATTENTION_NAMES = (*BACKENDS, *CHOICES)
+# All names, those of backends first: a view, which has what is registered later.
+ATTENTION_NAMES: KeysView[str] = ChainMap[str, Any](CHOICES, BACKENDS).keys()
 # The attention implementation in the configuration file of a model with a mask. Without this package transformers
 # refuses it, and says this, where it would otherwise load the model without the mask.
 SAVED_NAME = "sparse_auto (of the package sparsebert)"
