@@ -44,7 +44,7 @@ def attention(mask, **arguments):
 MISTAKES = {
     "progress in percent": (lambda m: m("dam_s").sparse_attention.set_progress(50), "must be in [0, 1], got 50"),
     "progress NaN": (lambda m: m("dam_s").sparse_attention.set_progress(float("nan")), "progress must be in [0, 1]"),
-    "set nothing": (lambda m: m().set_mask(None), "mask must be a SparseMask, or .* got NoneType"),
+    "set nothing": (lambda m: m().set_mask(None), "mask must be a SparseMask, or a bool tensor"),
     "freeze text": (lambda m: m("dam_s").freeze(sparsity="0.9"), "sparsity must be in [0, 1), got '0.9'"),
     "freeze twice said": (lambda m: m("dam_s").freeze(0.5, 0.5), "threshold 0.5 and sparsity 0.5 exclude each other"),
     "schedule text": (lambda m: SearchSchedule("0.5"), "search_end must be a number from 0 to 1, got '0.5'"),
