@@ -24,6 +24,7 @@ def command(words):
     fields = {item.name for item in dataclasses.fields(SECTIONS["model"])}
     examples = (
         "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
+        "--model DIR --data FILE --max_length 1024 --device_target gpu --output_dir DIR2",
         "--model DIR --task mrpc --data GLUE_DIR --target_sparsity 0.9 --output_dir DIR3",
     )
     # The model keeps its own configuration, and the mask is as long as the rows.
@@ -37,6 +38,7 @@ def run(values):
     if outcome := metrics["search_outcome"]:
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"
         lines.append(f"{found}; the search took {metrics['seconds']['search']:.0f} s")
+    lines.append(f"live tiles, which a GPU kernel computes: {metrics['live_tiles']:.1%} of those of 64 x 64 tokens")
     if seconds := metrics["inference_seconds"]:
         times = f"{1000 * seconds['dense']:.0f} ms dense, {1000 * seconds['masked']:.0f} ms through the mask"
         lines.append(f"inference of a batch: {times}, {seconds['dense'] / seconds['masked']:.2f} times as fast")

@@ -35,7 +35,13 @@ from sparsebert.training.searching.matching import (
 )
 from sparsebert.training.searching.matching_trainer import MatchingTrainer
 from sparsebert.training.searching.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
-from sparsebert.training.searching.search_arguments import FIELDS, PostHocArguments, default_fields, given_mask
+from sparsebert.training.searching.search_arguments import (
+    FIELDS,
+    PostHocArguments,
+    check_arguments,
+    default_fields,
+    given_mask,
+)
 from sparsebert.training.searching.search_inputs import read_inputs, read_text
 from sparsebert.training.searching.search_run import agreement_table, search_post_hoc
 
@@ -412,6 +418,18 @@ def test_run(model_folder, text, tmp_path, capsys, monkeypatch):
     assert AutoModel.from_pretrained(tmp_path / "out").sparse_attention.mask == model.sparse_attention.mask
 
 
+def test_a_mask_for_a_gpu(model_folder, text, tmp_path):
+    """Whole tiles, unless a search or a sparsity is named."""
+    quick = {"device_target": "gpu", "patterns": False, "timed": False, "target_sparsity": 0.5}
+    metrics = search(model_folder, text, tmp_path / "out", **quick, block_size=16, steps=1)
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert (mask.form, mask.symmetric, mask.block_size) == ("blocks", False, 16) and metrics["live_tiles"] == 1.0
+    options = {"model": str(model_folder), "data": str(text), "output_dir": str(tmp_path / "out2"), "max_length": 32}
+    options = PostHocArguments(**options, device_target="gpu")
+    assert check_arguments(options, {"block_size": 16})[1]["target_sparsity"] == 0.8
+    assert check_arguments(options, {"search": "dam_s", "target_sparsity": 0.7})[1]["symmetric"] is True
+
+
 def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path):
     shutil.copytree(model_folder, tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
@@ -614,6 +632,8 @@ def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_p
         ({"mask": "no_diag", "recover": 2}, "target_sparsity .*has no meaning with mask 'no_diag'"),
         ({"recover_from": 0.3}, "recover_from .*has no meaning without recover"),
         ({"mask": "window", "recover": 2, "learning_rate": 0.1}, "learning_rate .*has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "device_target": "gpu"}, "device_target .*has no meaning with mask"),
+        ({"device_target": "tpu"}, "device_target .*cpu, gpu.*tpu"),
         ({"pack": False, "shortest": 16}, "shortest 16 has no meaning with task or pack false"),
         ({"recover": 2, "recover_from": 0.7}, "recover_from must be at least 0 and below target_sparsity .*got 0.7"),
         ({"mask": "no/such/mask", "recover": 2}, "mask: there is no folder 'no/such/mask'"),

@@ -117,7 +117,7 @@ def _on_cuda(mask, request, may_run):
     live, _ = _tile_shares(mask.handle, request.num_keys, request.causal)
     if live > 0.6 and not (request.dropout or request.padded):
         percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
-        return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
+        return None, f"{percent}, so there is little to skip (sparsebert search --device_target gpu learns tiles)"
     able, why_not = _to_check(request)
     if not able:
         return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())

@@ -63,6 +63,11 @@ def default_fields(search: str) -> dict[str, Any]:
     return FIELDS | {"search": search, "symmetric": SEARCHES[search].toeplitz}
 
 
+# Defaults of the search, by the kind of device that the mask is for. A GPU skips tiles that are off as a whole.
+TARGETS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "gpu": {"search": "dam_b", "symmetric": False, "target_sparsity": 0.8},
+}
 # For a search that is not hard, which trains P itself, ever steeper.
 SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
@@ -91,6 +96,8 @@ class PostHocArguments(CheckedFields, HubArguments):
         mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
             to `max_length`, as a classifier of documents gets them.
+        device_target (`str`): The device that the mask is for: `"cpu"`, or `"gpu"` to search for whole tiles, `dam_b`
+            with signed distances and a `target_sparsity` of 0.8, unless section `model` says otherwise.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
@@ -135,6 +142,7 @@ class PostHocArguments(CheckedFields, HubArguments):
     mask_revision: str | None = None
     mask_subfolder: str | None = None
     pack: bool = True
+    device_target: str = validated_field(one_of(tuple(TARGETS)), default="cpu")
     max_length: int = validated_field(number(8), default=128)
     max_tokens: int = 1_000_000
     max_validation_tokens: int = 8192
@@ -190,7 +198,10 @@ _NO_EFFECT: Effects = (
         ("validation",),
         lambda options: options.task and f"with task: {options.task} has its own validation split",
     ),
-    (("recover_from", "train", "steps", "learning_rate"), lambda options: options.mask and _NO_SEARCH),
+    (
+        ("recover_from", "train", "steps", "learning_rate", "device_target"),
+        lambda options: options.mask and _NO_SEARCH,
+    ),
     (
         ("recover_learning_rate", "recover_objective", "recover_from"),
         lambda options: not options.recover and "without recover, the number of steps of the recovery",
@@ -233,6 +244,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     Returns:
         `tuple`: The model's configuration, and the fields of the search.
     """
+    if options.mask is None:
+        target = TARGETS[options.device_target]
+        given = (target if given.get("search", target.get("search")) == target.get("search") else {}) | given
     fields = given
     if options.mask is None:
         search = given.get("search", FIELDS["search"])

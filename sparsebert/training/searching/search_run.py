@@ -25,6 +25,7 @@ from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
 from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
+from ...masks.tiles import TILE, mask_tile_shares
 from ...models.loading import read_model
 from ...models.model_classes import model_class_of
 from ...models.sentence_files import copy_sentence_files
@@ -158,6 +159,7 @@ def _search(
         "objectives": list(options.objectives),
         "bf16": options.bf16,
         "search_outcome": outcome,
+        "live_tiles": mask_tile_shares(mask, options.max_length, TILE)[0],
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
         "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
         "agreement": report,
