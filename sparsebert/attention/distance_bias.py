@@ -35,13 +35,18 @@ def distance_table(values: torch.Tensor, num_queries: int, num_keys: int) -> tor
     return values.index_select(1, index.flatten()).unflatten(1, (num_queries, num_keys))
 
 
-def with_distance_tables(inputs: MaskInputs) -> MaskInputs:
-    """The same with tables of the bias, made once per forward, if the backend reads the mask as a bias."""
-    if inputs.compiled[0] is not None:
-        return inputs
-    sizes = inputs.num_queries, inputs.num_keys
-    tables = tuple(None if values is None else distance_table(values, *sizes) for values in inputs.distance_bias)
-    return replace(inputs, distance_bias=tables)
+def with_distance_forms(inputs: MaskInputs) -> MaskInputs:
+    """
+    The same with the bias in the form that the backend reads, made once per forward: tables, if it reads the mask as a
+    bias, or else plain arrays in float32.
+    """
+
+    def form(values):
+        if values is None or inputs.compiled[0] is not None:
+            return values if values is None else values.float().contiguous()
+        return distance_table(values, inputs.num_queries, inputs.num_keys)
+
+    return replace(inputs, distance_bias=tuple(map(form, inputs.distance_bias)))
 
 
 def merged_distances(inputs: MaskInputs) -> MaskInputs:

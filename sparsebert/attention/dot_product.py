@@ -16,7 +16,7 @@ from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, choose_backend
-from .distance_bias import check_distance_bias, with_distance_tables
+from .distance_bias import check_distance_bias, with_distance_forms
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
 from .rest import check_rest, rest_fields
@@ -144,6 +144,6 @@ def sparse_dot_product_attention(
     where = (num_queries, num_keys, query.device)
     inputs = MaskInputs(name, *where, mask, padding, is_causal, probability_map=maps(num_keys), dtype=dtype)
     inputs = replace(inputs, distance_bias=(distance_bias,), **rest_fields(mask, inputs))
-    inputs = with_distance_tables(prepared(inputs)).for_layer(layer)
+    inputs = with_distance_forms(prepared(inputs)).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -12,7 +12,7 @@ from .backends import prepared
 from .biases.bias_entries import REMOVED
 from .biases.mask_biases import near_entries
 from .choosing.choice import choose_backend
-from .distance_bias import with_distance_tables
+from .distance_bias import with_distance_forms
 from .mask_inputs import MaskInputs
 
 
@@ -31,7 +31,7 @@ def local_inputs(
         def cut_far(bias):
             return bias.masked_fill(far, REMOVED)
 
-        return with_distance_tables(replace(inputs, bias=tuple(map(cut_far, inputs.bias)), rest=(None,)))
+        return with_distance_forms(replace(inputs, bias=tuple(map(cut_far, inputs.bias)), rest=(None,)))
     last_differs = mask.special_tokens == "first_last" and mask.last_token == "real"
     first_differs = mask.special_tokens != "none"
     padding = inputs.padding
@@ -51,7 +51,7 @@ def local_inputs(
     cuts = (inputs.padding, inputs.causal, window if cut else None)
     local = MaskInputs(backend, *sizes, local_mask, *cuts, dropout_layers=inputs.dropout_layers)
     local = replace(local, dtype=inputs.dtype, distance_bias=inputs.distance_bias)
-    return with_distance_tables(prepared(local))
+    return with_distance_forms(prepared(local))
 
 
 def _may_be_left(padding):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
 from ..attention.choosing.choice import check_backend, choose_backend
-from ..attention.distance_bias import with_distance_tables
+from ..attention.distance_bias import with_distance_forms
 from ..attention.mask_inputs import MaskInputs
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
@@ -355,7 +355,7 @@ class SparseAttention(Float32Module):
                 prepared = thresholded_inputs(learned, inputs, merged)
         inputs = replace(inputs, **prepared)
         local = None if carrier.window is None else local_inputs(inputs, carrier.window, name, request, wanted)
-        return replace(with_distance_tables(inputs), local=local, local_layers=carrier.local_layers)
+        return replace(with_distance_forms(inputs), local=local, local_layers=carrier.local_layers)
 
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""

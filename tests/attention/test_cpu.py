@@ -60,7 +60,7 @@ def operator_arguments(
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
     flags = (True, True, True, False, 0, 0, False, -1)
-    return begin, end, columns, padding, last, starts, *rest, torch.tensor([seed]), *flags, length, dropout, 0.3
+    return begin, end, columns, padding, last, starts, *rest, None, torch.tensor([seed]), *flags, length, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -196,7 +196,8 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
         signed = signed_parameters(mask.keep[0], mask.symmetric)
         output = csr_attention(
             *(query, key, value, *signed_offsets(signed, block_size, mask.diagonal), padding, last, None),
-            *(None, None, torch.tensor([0]), *flags, mask.diagonal is True, window, length, 0.0, head_size**-0.5),
+            *(None, None, None, torch.tensor([0]), *flags),
+            *(mask.diagonal is True, window, length, 0.0, head_size**-0.5),
         )
         assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
 
@@ -206,7 +207,7 @@ def test_a_toeplitz_form_under_any_scale(block_size):
     """In bfloat16, a query cannot be scaled before it is multiplied."""
     keep = signed_parameters(torch.rand(HEADS, 64 // block_size) < 0.5, True)
     query, key, value = (tensor.bfloat16() for tensor in numbers(2, HEADS, 64, 32))
-    form = (*signed_offsets(keep, block_size, None), *[None] * 5, torch.tensor([0]), True, True, True, False)
+    form = (*signed_offsets(keep, block_size, None), *[None] * 6, torch.tensor([0]), True, True, True, False)
     for scale in (0.0, -0.3, 3.0):
         got, want = (
             csr_attention(*each, *form, block_size, 64, False, -1, 64, 0.0, factor)
@@ -235,7 +236,7 @@ def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
     """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
     flags = (False, True, True, False, 0, 0, False, -1)
-    none, nothing = torch.zeros_like(every), (*[None] * 5, torch.tensor([0]), *flags, 0, 0.0, 1.0)
+    none, nothing = torch.zeros_like(every), (*[None] * 6, torch.tensor([0]), *flags, 0, 0.0, 1.0)
     single = csr_attention(none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing)
     assert single.isnan().equal(every.isnan()) and single.nan_to_num(0).equal(every.nan_to_num(0))
     shuffled = every.flatten()[torch.randperm(2**16)].view_as(every).nan_to_num(0, 0, 0)
@@ -381,7 +382,9 @@ def test_opcheck(layout, dropout):
     else:
         tensors = [tensor.mT for tensor in numbers(2, HEADS, 8, LENGTH, count=4)]
     *inputs, grad = tensors
-    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, torch.zeros(0), *inputs, *arguments))
+    torch.library.opcheck(
+        torch.ops.sparsebert.csr_attention_backward, (grad, torch.zeros(0), False, *inputs, *arguments)
+    )
     inputs = [tensor.requires_grad_() for tensor in inputs]
     torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
 
@@ -533,12 +536,13 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
         {"rest_bias": lambda t: torch.zeros(2 * HEADS)[::2]},
         {"rest_keys": lambda t: torch.ones(1, LENGTH, dtype=torch.bool)},
         {"rest_keys": lambda t: torch.ones(2, LENGTH)},
+        {"distances": lambda t: torch.zeros(HEADS, 2 * LENGTH)},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_the_operator_stays_within_its_memory(change):
     """What no caller of this package passes."""
-    names = ("begin", "end", "columns", "padding", "last", "starts", "rest_bias", "rest_keys")
+    names = ("begin", "end", "columns", "padding", "last", "starts", "rest_bias", "rest_keys", "distances")
     arguments = [*operator_arguments()]
     for name, function in change.items():
         arguments[names.index(name)] = function(arguments[names.index(name)])
@@ -546,7 +550,7 @@ def test_the_operator_stays_within_its_memory(change):
     with pytest.raises(RuntimeError, match="csr_attention: "):
         csr_attention(query, key, value, *arguments)
     with pytest.raises(RuntimeError, match="csr_attention_backward: "):
-        torch.ops.sparsebert.csr_attention_backward(grad, torch.zeros(0), query, key, value, *arguments)
+        torch.ops.sparsebert.csr_attention_backward(grad, torch.zeros(0), False, query, key, value, *arguments)
 
 
 def test_packed_sequences_must_be_among_the_tokens():

@@ -97,7 +97,7 @@ def attention(mask, padding, queries, bias=None, dropout=0.0, scale=None, keys=N
     flags = (*flags, mask.diagonal is True, -1)
 
     def run(query, key, value, given=bias):
-        tensors = (query[:, :, length - queries :], key, value, *form, padding, last, None, given, keys)
+        tensors = (query[:, :, length - queries :], key, value, *form, padding, last, None, given, keys, None)
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         return csr_attention(*tensors, torch.tensor([5]), *flags, length, dropout, scaling)
 
@@ -318,11 +318,11 @@ def test_packed_offsets():
     for dtype in (torch.float32, torch.bfloat16):
         states = [each.to(dtype) for each in numbers(1, HEADS, sum(lengths), 32)]
         starts = torch.tensor([0, 200, 270])
-        got = csr_attention(*states, *form, padding, None, starts, bias, None, *flags)
+        got = csr_attention(*states, *form, padding, None, starts, bias, None, None, *flags)
         for start, length in zip(starts, lengths, strict=True):
             alone = [each[:, :, start : start + length] for each in states]
             shorter = (*flags[:-3], length, *flags[-2:])
-            want = csr_attention(*alone, *form, None, None, None, bias, None, *shorter)
+            want = csr_attention(*alone, *form, None, None, None, bias, None, None, *shorter)
             near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
             torch.testing.assert_close(got[:, :, start : start + length], want, **near)
 
@@ -331,13 +331,13 @@ def test_opcheck():
     arguments = [*operator_arguments(20, dropout=0.1, rest=(torch.randn(HEADS), torch.rand(2, 20) < 0.7))]
     *inputs, grad = numbers(2, HEADS, 20, 8, count=4)
     _, rest = torch.ops.sparsebert.csr_attention(*inputs, *arguments)
-    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, rest, *inputs, *arguments))
+    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, rest, False, *inputs, *arguments))
     arguments[6].requires_grad_()
     inputs = [tensor.requires_grad_() for tensor in inputs]
     torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
 
 
-@pytest.mark.parametrize("place, option", [(12, True), (16, 4)], ids=["causal", "window"])
+@pytest.mark.parametrize("place, option", [(13, True), (17, 4)], ids=["causal", "window"])
 def test_what_has_no_rest_is_refused(place, option):
     """By the operator, for who calls it."""
     arguments = [*operator_arguments(rest=(torch.randn(HEADS), None))]
@@ -351,4 +351,4 @@ def test_the_backward_stays_within_its_memory(rest):
     """What no caller of this package passes, instead of what the forward kept."""
     arguments, states = operator_arguments(rest=(torch.randn(HEADS), None)), numbers(2, HEADS, 20, 8, count=4)
     with pytest.raises(RuntimeError, match="csr_attention_backward: the rest does not fit"):
-        torch.ops.sparsebert.csr_attention_backward(states[0], rest, *states[1:], *arguments)
+        torch.ops.sparsebert.csr_attention_backward(states[0], rest, False, *states[1:], *arguments)

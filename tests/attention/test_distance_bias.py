@@ -54,6 +54,36 @@ def test_equals_softmax_of_the_sum(name, mask):
         assert_as_good(with_gradients(attention, *inputs, dtype, bias), want, plain, dtype)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"form": "offsets"}, {"form": "blocks", "block_size": 16}], ids=["offsets", "blocks"]
+)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("sparse_eager", "sparse_sdpa")])
+def test_many_queries_at_a_time(name, fields):
+    """Kernels with tiles of queries, at an odd length, with special tokens, padding and a rest."""
+    torch.manual_seed(0)
+    length = 117
+    count = length if fields["form"] == "offsets" else 8
+    keep = torch.rand(HEADS, 2 * count - 1) < 0.3
+    keep[:, count - 1] = True
+    bias = 2 * torch.randn(HEADS, 2 * length - 1)
+    padding = torch.rand(2, length) < torch.tensor([[0.9], [1.0]])
+    for rest, rows, size, dtype in (("none", True, 32, torch.float32), ("mean", False, 64, torch.bfloat16)):
+        mask = SparseMask(
+            keep, length, symmetric=False, special_tokens="first_last", special_rows=rows, rest=rest, **fields
+        )
+        query, key, value = torch.randn(3, 2, HEADS, length, size).to(dtype)
+
+        def run(dtype, backend, states=(query, key, value), mask=mask):
+            states = (each.to(dtype) for each in states)
+            with torch.no_grad():
+                return sparse_dot_product_attention(
+                    *states, mask, padding=padding, backend=backend, distance_bias=bias
+                )
+
+        want = run(torch.float64, "sparse_eager")
+        assert_as_good([run(dtype, name)], [want], [run(dtype, "sparse_eager")], dtype)
+
+
 @pytest.mark.parametrize("name", serving(needs=NEEDS, dropout=True))
 def test_dropout(name):
     """Its factors, from probabilities that are seen, are the same in the gradients."""

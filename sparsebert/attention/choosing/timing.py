@@ -11,7 +11,7 @@ import torch
 from ...masks.sparse_mask import SparseMask
 from ..backends import prepared, run_backend
 from ..capabilities import Request
-from ..distance_bias import with_distance_tables
+from ..distance_bias import with_distance_forms
 from ..mask_inputs import MaskInputs
 from ..rest import rest_fields
 
@@ -60,7 +60,7 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
     def run():
         ready = prepared(inputs)
         for layer in layers:
-            of_layer = with_distance_tables(ready.for_layer(layer))
+            of_layer = with_distance_forms(ready.for_layer(layer))
             output, _ = run_backend(query, key, value, of_layer, request.head_size**-0.5, dropout)
             if request.gradients:
                 output.backward(output.detach())

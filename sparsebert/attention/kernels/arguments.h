@@ -36,6 +36,8 @@ struct Arguments {
   const bool* rest_keys;
   float* rest;             // what the forward writes and the backward reads
   float* grad_rest;        // (B, H), of the backward
+  const float* distances;  // (H, 2 m - 1), null if there are none, see `Problem`
+  float* grad_distances;   // of the backward; null if it is not wanted
   ParallelFor parallel_for;
   int64_t mask_rows, B, H, n, m, d, tokens, dtype, threads, seed, first, special_rows, self, causal, block, known,
       keep_self, window;

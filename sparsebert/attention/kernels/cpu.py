@@ -35,22 +35,22 @@ MAX_HEAD_SIZE = 256
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
     "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor? starts, Tensor? rest_bias, "
-    "Tensor? rest_keys, Tensor seed, bool first, bool rows, bool self_attention, bool causal, int block, int known, "
-    "bool keep_self, int window, int longest, float dropout, float scale"
+    "Tensor? rest_keys, Tensor? distances, Tensor seed, bool first, bool rows, bool self_attention, bool causal, "
+    "int block, int known, bool keep_self, int window, int longest, float dropout, float scale"
 )
-_NUM_TENSORS = 12
+_NUM_TENSORS, _DISTANCES = 13, 11
 # The second output and the second input are what is kept of the rest, `Problem::rest` of problem.h.
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor)")
 library.define(
-    f"csr_attention_backward(Tensor grad, Tensor rest, Tensor query, Tensor key, Tensor value, {_MASK}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"csr_attention_backward(Tensor grad, Tensor rest, bool learned, Tensor query, Tensor key, Tensor value, {_MASK}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 _FUNCTIONS = ("csr_attention", "csr_attention_backward")
 # `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
 # fields of a `ctypes.Structure` would take as long as a short attention.
-_pack = struct.Struct("=28q11q18q2d").pack
+_pack = struct.Struct("=28q13q18q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
@@ -66,12 +66,12 @@ def fits(tensor, dtype, shape):
     return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
 
-def _run(function, arrays, rest, grad_rest, begin, end, columns, padding, last, starts, bias, keys, seed, *options):
+def _run(function, arrays, rest, grads, begin, end, columns, padding, last, starts, bias, keys, distances, *options):
     """
     Call a function of the compiled library on `arrays`: query, key, value, output and gradients. What is checked here
     keeps the library within its memory; callers have checked the same with better messages.
     """
-    *flags, longest, dropout, scale = options
+    seed, *flags, longest, dropout, scale = options
     causal, block, window = flags[3], flags[4], flags[7]
     output = arrays[3]
     sizes = _checked_sizes(function, *arrays[:3], padding, keys, starts, longest)
@@ -96,10 +96,13 @@ def _run(function, arrays, rest, grad_rest, begin, end, columns, padding, last, 
         raise RuntimeError(f"{function}: rest_bias must be float32 of shape ({heads},), without causality or window")
     if not fits(rest, torch.float32, _rest_shape(sizes, bias)):
         raise RuntimeError(f"{function}: the rest does not fit: {rest.dtype} {tuple(rest.shape)}")
+    if not fits(distances, torch.float32, (heads, 2 * num_keys - 1)):
+        raise RuntimeError(f"{function}: distances must be float32 of shape ({heads}, {2 * num_keys - 1})")
     # Copies must live until the call has ended.
     arrays = [array if array.stride(-1) == 1 or array.shape[-1] == 1 else array.contiguous() for array in arrays]
     places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
-    pointers = (begin, end, columns, padding, last, starts, bias, keys, rest, grad_rest)
+    grad_rest, grad_distances = grads
+    pointers = (begin, end, columns, padding, last, starts, bias, keys, rest, grad_rest, distances, grad_distances)
     operator, loops = _operator()
     parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
     query = arrays[0]
@@ -148,14 +151,15 @@ def _rest_shape(sizes, bias):
 
 def _forward(query, key, value, *mask):
     output, rest = _forward_shapes(query, key, value, *mask)
-    _run("csr_attention", (query, key, value, output), rest, None, *mask)
+    _run("csr_attention", (query, key, value, output), rest, (None, None), *mask)
     return output, rest
 
 
-def _backward(grad, rest, query, key, value, *mask):
-    *gradients, grad_rest = _backward_shapes(grad, rest, query, key, value, *mask)
-    _run("csr_attention_backward", (query, key, value, grad, *gradients), rest, grad_rest, *mask)
-    return *gradients, grad_rest
+def _backward(grad, rest, learned, query, key, value, *mask):
+    *gradients, grad_rest, grad_distances = _backward_shapes(grad, rest, learned, query, key, value, *mask)
+    grads = grad_rest, grad_distances if learned else None
+    _run("csr_attention_backward", (query, key, value, grad, *gradients), rest, grads, *mask)
+    return *gradients, grad_rest, grad_distances
 
 
 library.impl("csr_attention", _forward, "CPU")
@@ -171,9 +175,10 @@ def _forward_shapes(query, key, value, *mask):
 
 
 @torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
-def _backward_shapes(grad, rest, query, key, value, *mask):
+def _backward_shapes(grad, rest, learned, query, key, value, *mask):
     grad_rest = query.new_zeros(rest.shape[:-1], dtype=torch.float32)  # an operator returns no `None`
-    return empty_rows(query), empty_rows(key), empty_rows(value), grad_rest
+    grad_distances = query.new_zeros(mask[8].shape if learned else 0, dtype=torch.float32)
+    return empty_rows(query), empty_rows(key), empty_rows(value), grad_rest, grad_distances
 
 
 def _remember(ctx, inputs, output):
@@ -184,10 +189,14 @@ def _remember(ctx, inputs, output):
 
 def _differentiate(ctx, grad, _):
     saved = ctx.saved_tensors  # activation checkpointing lets them be read once only
-    *gradients, grad_rest = torch.ops.sparsebert.csr_attention_backward(grad, *saved, *ctx.options)
-    *others, bias, _, _ = saved[4:]
+    learned = ctx.needs_input_grad[_DISTANCES]
+    *gradients, grad_rest, grad_distances = torch.ops.sparsebert.csr_attention_backward(
+        grad, saved[0], learned, *saved[1:], *ctx.options
+    )
+    *others, bias, _, _, _ = saved[4:]
     grad_bias = None if bias is None else grad_rest.sum(0)
-    return *gradients, *[None] * len(others), grad_bias, *[None] * (2 + len(ctx.options))
+    more = grad_bias, None, grad_distances if learned else None, None
+    return *gradients, *[None] * len(others), *more, *[None] * len(ctx.options)
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -349,6 +358,7 @@ def csr_backend(
         None if documents is None else documents.starts,
         inputs.rest[0],
         per_sequence(inputs.rest_keys, batch),
+        inputs.distance_bias[0],
         seed,
         mask.special_tokens != "none",
         mask.special_rows,

@@ -31,6 +31,12 @@ void read_keys(const Problem& p, const Problem::Task& task, float* keys, float* 
   }
 }
 
+// Adds what depends on the distance to the scores of row r and its keys.
+inline void add_distances(const Problem& p, int64_t h, int64_t r, const int32_t* keys, int64_t count, float* scores) {
+  const float* const from = p.distances + p.distances_from(h, r);
+  for (int64_t t = 0; t < count; ++t) scores[t] += from[-keys[t]];
+}
+
 template <int D>
 void forward_kernel(const Problem& p, const Rows& output) {
   p.for_each_range([&](int64_t from, int64_t to) {
@@ -68,6 +74,8 @@ void forward_kernel(const Problem& p, const Rows& output) {
             dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, score);
             if (lists.removed[r]) score[lists.count[r] - 1] += p.logs[lists.removed[r]] + rest_score;
           }
+          for (int64_t r = 0; p.distances && r < rows; ++r)
+            add_distances(p, h, p.mask.first_row + first + r, lists.of(r), lists.listed(r), scores.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
@@ -92,12 +100,13 @@ void forward_kernel(const Problem& p, const Rows& output) {
 
 template <int D>
 void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const Rows& dk, const Rows& dv,
-                     float* grad_rest) {
+                     float* grad_rest, float* grad_distances) {
   // Every chunk of rows has its own sums of dK and dV, which are added up afterwards: no races, and a fixed order.
   const int64_t key_rows = p.key_rows(), key_stride = head_stride(key_rows, D), query_stride = head_stride(BLOCK, D);
   const int64_t size = p.group * key_stride, blocks = (p.n + BLOCK - 1) / BLOCK;
   std::vector<float> partial(p.chunks > 1 ? p.B * p.groups * p.chunks * size * 2 : 0);
-  const int64_t d = p.query.d;
+  const int64_t d = p.query.d, all_distances = p.H * (2 * p.m - 1);
+  std::vector<float> of_distances(grad_distances ? p.B * p.chunks * all_distances : 0);
   std::vector<float> of_blocks(p.rest ? p.B * p.H * blocks : 0);  // gradients of the rest's score, by block of queries
   std::vector<float> of_rests(p.rest ? p.B * p.H * (2 * d + 1) : 0);  // of the rest's key, value and score
   const auto set_of_rest = [&](int64_t b, int64_t h, const float* of_key, const float* of_value) {
@@ -145,6 +154,8 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
             dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weight);
             if (lists.removed[r]) weight[lists.count[r] - 1] += p.logs[lists.removed[r]] + rest_score;
           }
+          for (int64_t r = 0; p.distances && r < rows; ++r)
+            add_distances(p, h, p.mask.first_row + first + r, lists.of(r), lists.listed(r), weights.data() + r * lists.size);
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], 0, others.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
@@ -167,6 +178,11 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
               store(other + t, probability * (load(other + t) - d));
               store(weight + t, probability * load(factor + t));
             }
+          }
+          for (int64_t r = 0; grad_distances && r < rows; ++r) {
+            float* const to = of_distances.data() + (task.b * p.chunks + task.chunk) * p.H * (2 * p.m - 1) +
+                              p.distances_from(h, p.mask.first_row + first + r);
+            for (int64_t t = 0; t < lists.listed(r); ++t) to[-lists.of(r)[t]] += others.data()[r * lists.size + t];
           }
           for (int64_t r = 0; r < rows; ++r)
             if (lists.removed[r]) of_blocks[block] += others.data()[r * lists.size + lists.count[r] - 1];
@@ -196,6 +212,8 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
       }
     }
   });
+  for (int64_t from = 0; from < static_cast<int64_t>(of_distances.size()); from += all_distances)
+    for (int64_t c = 0; c < all_distances; ++c) grad_distances[c] += of_distances[from + c];
   if (p.chunks == 1) return;
   parallel(p.parallel_for, p.B * p.H * key_rows, 64, [&](int64_t from, int64_t to) {
     for (int64_t item = from; item < to; ++item) {
@@ -277,7 +295,7 @@ Problem problem(const Arguments& a, int64_t buffers) {
                  Dropout{static_cast<float>(a.dropout), static_cast<uint64_t>(a.seed)}, static_cast<float>(a.scale),
                  a.B, a.H, a.n, a.m, group, rows, groups, std::max<int64_t>(1, (a.n + rows - 1) / rows), a.starts,
                  std::move(lengths), a.rest_bias ? a.rest : nullptr, a.rest_bias,
-                 a.rest_keys ? a.rest_keys : a.padding, std::move(logs), a.parallel_for};
+                 a.rest_keys ? a.rest_keys : a.padding, std::move(logs), a.distances, a.parallel_for};
 }
 
 // The rows of a result, (B, H, rows, d) in the memory order (B, rows, H, d). Tokens that belong to no packed sequence
@@ -345,6 +363,6 @@ EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
     const auto& lengths = p.lengths;
     const auto dq = results(a.grad_query, a, lengths), dk = results(a.grad_key, a, lengths),
                dv = results(a.grad_value, a, lengths);
-    for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv, a.grad_rest); });
+    for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv, a.grad_rest, a.grad_distances); });
   });
 }

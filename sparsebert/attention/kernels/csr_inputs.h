@@ -311,6 +311,7 @@ struct Lists {
   explicit Lists(int64_t m) : size((m + 31) / 16 * 16), keys(BLOCK * size) {}
 
   int32_t* of(int64_t r) { return keys.data() + r * size; }
+  int64_t listed(int64_t r) const { return count[r] - (removed[r] > 0); }  // without the rest
 
   void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows, bool rest) {
     Mask::Cursor cursor;
@@ -335,7 +336,7 @@ struct Dropout {
     int64_t used = 64;
     uint32_t calls = 0;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t count = lists.count[r] - (lists.removed[r] > 0);
+      const int64_t count = lists.listed(r);
       factors[r * lists.size + count] = 1.0f;
       for (int64_t t = 0; t < count;) {
         if (used == 64) {

@@ -40,8 +40,11 @@ struct Problem {
   const float* rest_bias;   // (H,), a part of the number that is added
   const bool* rest_keys;    // (B, m), true = a key that the rest stands for; null if all are
   std::vector<float> logs;  // of 0 to m
+  const float* distances;   // (H, 2 m - 1), added to the scores of row r and key j: column r - j + m - 1; null for none
   ParallelFor parallel_for;
 
+  // Column r + m - 1 of a head, from which that of key j is at -j.
+  int64_t distances_from(int64_t h, int64_t r) const { return h * (2 * m - 1) + r + m - 1; }
   int64_t rest_size() const { return 3 * query.d + 1 + m; }
   float* rest_of(int64_t b, int64_t h) const { return rest + (b * H + h) * rest_size(); }
   int64_t key_rows() const { return m + (rest != nullptr); }  // of packed keys or values; the last is the rest's

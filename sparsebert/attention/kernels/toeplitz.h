@@ -158,7 +158,7 @@ struct Toeplitz {
   const Problem& p;
   const float query_scale, score_scale;  // one of both is the scale
   Columns<Format, D> keys, values;
-  Buffer biases, scores, queries, sums, rows;
+  Buffer biases, scores, queries, sums, rows, distances;
   std::vector<int32_t> steps;
   std::vector<float> pooled;  // what is kept of the rest of the head
   float* const bias;  // added to the scores of a key: 0, or LOW where it is no key or one of the special tokens
@@ -168,7 +168,7 @@ struct Toeplitz {
   explicit Toeplitz(const Problem& p)
       : p(p), query_scale(Format::size == 1 ? p.scale : 1.0f), score_scale(Format::size == 1 ? 1.0f : p.scale),
         keys(p.m), values(p.m), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W), sums(D * W),
-        rows(D * W), steps(p.m / W + 1), pooled(p.rest ? p.rest_size() : 0), bias(biases.data() + W),
+        rows(D * W), distances(p.distances ? 2 * p.m + W : 0), steps(p.m / W + 1), pooled(p.rest ? p.rest_size() : 0), bias(biases.data() + W),
         rest(static_cast<int32_t>(p.m + W)) {
     for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
   }
@@ -177,6 +177,8 @@ struct Toeplitz {
 
   void pack(int64_t b, int64_t h) {
     s = p.mask.sequence(b);
+    for (int64_t c = 0; p.distances && c < 2 * p.m - 1; ++c)
+      distances.data()[c] = p.distances[h * (2 * p.m - 1) + c] / score_scale;
     std::fill(biases.data(), biases.data() + biases.size(), LOW);
     for (int64_t j = s.first_key; j < s.end_key; ++j) bias[j] = s.is_real(j) ? 0 : LOW;
     keys.pack(p.key, b, h, p.num_keys(b), bias);
@@ -217,6 +219,16 @@ struct Toeplitz {
     for (int64_t c = 0; c < R; ++c)
       columns.data()[c * columns.stride + rest] = Format::packed(channels + c * Format::size);
   }
+
+  // Adds what depends on the distance of a key to the first scores of queries r to r + W - 1.
+  template <bool SHIFTED>
+  void add_distances(int64_t r, int64_t origin, const int32_t* places, int64_t count, float* to) {
+    for (int64_t t = 0; t < count; ++t) {
+      const float* const from = of_distance(r - origin - places[t]);
+      store(to + t * W, load(to + t * W) + (SHIFTED ? broadcast(*from) : load(from)));
+    }
+  }
+  float* of_distance(int64_t distance) { return distances.data() + distance + p.m - 1; }
 
   void set_special(float live) {
     for (const int64_t j : {s.first, s.last})
@@ -272,8 +284,13 @@ struct Toeplitz {
       begin_shared(r, begin, origin, listed, false, own);
     begin_shared(r, special, 0, specials, true, shared);
     const int64_t count = listed + specials;
+    const Vec of_rest = p.rest ? begin_rest(own, count) : Vec{};
+    if (p.distances) {
+      add_distances<SHIFTED>(r, origin, begin, listed, own);
+      add_distances<false>(r, 0, special, specials, shared);
+    }
     if (p.rest) {
-      store(shared + specials * W, begin_rest(own, count));
+      store(shared + specials * W, of_rest);
       special[specials++] = rest;
     }
     for (int64_t c = 0; c < R; c += C) {
@@ -312,6 +329,7 @@ struct Toeplitz {
     float* const own = scores.data() + others;
     for (int64_t t = 0; t < vectors; ++t) store(own + t * W, load(bias + from + t * W));
     set_special(LOW);
+    for (int64_t j = from; p.distances && j < to; ++j) own[j - from] += *of_distance(r - j);
     if (others) {
       store(scores.data(), broadcast(LOW));
       scores.data()[0] = rest_score();
