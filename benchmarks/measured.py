@@ -59,6 +59,7 @@ TABLES = {
         cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
     ],
     "kernels.masks": lambda: [cpu_tables.masks()],
+    "kernels.learned": lambda: [cpu_tables.extended_masks()],
     "search.step": lambda: [cpu_tables.searches(_read("search_cpu"))],
     **{
         f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)

@@ -75,3 +75,12 @@ def masks():
         live = [f"{mask_tile_shares(mask, mask.length, side)[0]:.1%}" for side in TILES]
         rows.append([f"`{folder.name}`", mask.length, f"{mask.sparsity:.1%}", *live])
     return make_table("Masks", ("mask", "n", "removed", *(f"live tiles of {side}" for side in TILES)), rows)
+
+
+def extended_masks():
+    """The live tiles of the masks learned for a trained model, extended to longer inputs."""
+    lengths, rows = (512, 1024, 2048, 4096), []
+    for folder in sorted(MASKS.glob("minilm_*")):
+        mask = SparseMask.from_pretrained(folder)
+        rows.append([f"`{folder.name}`", *(f"{mask_tile_shares(mask, length, 64)[0]:.0%}" for length in lengths)])
+    return make_table("Live tiles of 64", ("mask", *(f"n = {length}" for length in lengths)), rows)
