@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from .models.bert.token_mixers import MIXERS
     from .models.inference.compiling import compile
+    from .models.inference.text_encoders import encode_long
     from .models.lengthening import extend_positions
     from .models.loading import load
     from .models.quantization import quantize
@@ -72,6 +73,7 @@ _HOMES = {
     """,
     "models.bert.token_mixers": "MIXERS",
     "models.inference.compiling": "compile",
+    "models.inference.text_encoders": "encode_long",
     "models.lengthening": "extend_positions",
     "models.loading": "load",
     "models.quantization": "quantize",
@@ -128,6 +130,7 @@ __all__ = [
     "calibrate_rest",
     "compile",
     "detach",
+    "encode_long",
     "extend_positions",
     "load",
     "plan",

@@ -34,6 +34,7 @@ VERBS = {
     "search": "learn a mask for a trained model",
     "prune": "make masks of several sparsities from a search, with random controls",
     "compile": "compile a model for inference in OpenVINO, with its mask or without",
+    "compare": "compare a dense encoder with a sparse one on your texts, and say whether to deploy it",
     "lengthen": "extend the position embeddings of a model for longer inputs",
     "analyze": "show which positions a search, a mask or several seeds keep",
     "plan": "show what a mask costs to run: live tiles, and which backend would be chosen",
