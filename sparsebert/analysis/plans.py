@@ -114,7 +114,7 @@ def make_plan(
     head_size: int = 64,
 ) -> Plan:
     """Like [`plan`], without printing."""
-    causal, probability_map = False, "softmax"
+    causal, probability_map, needs = False, "softmax", frozenset[str]()
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask
     else:
@@ -123,6 +123,7 @@ def make_plan(
             raise ValueError("plan needs a frozen mask, but this model is still searching: freeze it first")
         mask, causal = sparse_attention.mask, sparse_attention.carrier.is_decoder
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
+        needs = frozenset(sparse_attention.wanted())
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
     check_range("length", length, 1, MAX_MASK_LENGTH)
@@ -136,9 +137,8 @@ def make_plan(
     choices = {}
     for phase, dropout in (("inference", False), ("training", False), ("training with dropout", True)):
         shape = (1, mask.num_heads, length, length, head_size)
-        request = Request(
-            device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
-        )
+        flags = (dropout, phase != "inference", False, causal)
+        request = Request(device_type, dtype, *shape, *flags, needs, probability_map)
         choices[phase] = automatic(mask, request, may_run=False)
     return Plan(
         length,

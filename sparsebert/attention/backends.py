@@ -21,17 +21,17 @@ from .probability_maps import PROBABILITY_MAPS
 from .rest import pooled_rest, with_rest
 
 
-_ON_CPU = frozenset({"distance_bias", "rest", "window"})
+_KERNEL = frozenset({"distance_bias", "rest"})
 BACKENDS: dict[str, Backend] = {
     "sparse_eager": Backend(
         eager_attention, prepare_bias, supports=frozenset(WANTED), probability_maps=tuple(PROBABILITY_MAPS)
     ),
     "sparse_sdpa": Backend(sdpa.sdpa_attention, sdpa.prepare, supports=frozenset(WANTED) - {"gate", "weights"}),
-    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=_ON_CPU, raw=True),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=_KERNEL | {"window"}, raw=True),
     "sparse_triton": Backend(
         triton.triton_backend, triton.prepare, triton_limits.refuse, supports=frozenset({"rest"})
     ),
-    "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse, supports=frozenset({"rest"})),
+    "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse, supports=_KERNEL),
 }
 
 

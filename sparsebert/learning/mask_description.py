@@ -278,7 +278,8 @@ class Carrier:
     """
     What a mask has to know about the model that carries it: its sizes, the tokens of its longest input, whether it is
     causal, its attention dropout, its Hub id or folder (`""` for a new one) and commit. In the layers `local_layers` a
-    token attends to offsets of at most `window`; with `one_layer` all layers are the same module, with one mask.
+    token attends to offsets of at most `window`; with `one_layer` all layers are the same module, with one mask; with
+    `distance_bias` its scores have a bias per distance.
     """
 
     num_layers: int
@@ -292,6 +293,7 @@ class Carrier:
     window: int | None = None
     local_layers: tuple[int, ...] = ()
     one_layer: bool = False
+    distance_bias: bool = False
 
 
 def _about(*kinds: str) -> tuple[str, ...]:

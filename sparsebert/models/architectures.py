@@ -77,6 +77,7 @@ def carrier_of(model: PreTrainedModel) -> Carrier:
         window=window,
         local_layers=local_layers,
         one_layer=shares_weights(config),
+        distance_bias=config.model_type in FAMILIES,
     )
 
 

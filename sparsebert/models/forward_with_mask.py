@@ -189,7 +189,6 @@ def _with_mask_inputs(model, names, args, kwargs):
     family, distance_bias = FAMILIES.get(config.model_type), None
     if family is not None:
         distance_bias = family.bias_by_distance(model, num_keys)
-        needs.add("distance_bias")
     mask_inputs = sparse_attention(
         name,
         batch,

@@ -309,8 +309,8 @@ class SparseAttention(Float32Module):
         evaluation) or take the frozen mask, and bring it into the form that the backend `name` reads.
 
         The `num_queries` queries are the last of the `num_keys` positions; `padding` `(B, m)` is True for real tokens;
-        `needs` are `"weights"` if the probabilities are asked for, `"additive"` if the caller adds a 4-D mask,
-        `"distance_bias"` if the model has a `distance_bias`, for one or all layers;
+        `needs` are `"weights"` if the probabilities are asked for, `"additive"` if the caller adds a 4-D mask;
+        `distance_bias` is that of the model, of each layer or all;
         `documents` says where the B sequences are in the batch, each of which has the mask of an input of its own
         length.
         """
@@ -348,7 +348,7 @@ class SparseAttention(Float32Module):
         else:
             merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
             # What padding removes differs by sequence, and entries of special tokens are no longer 0.
-            merged = merged or (("distance_bias" in needs or inputs.rest[0] is not None) and padding is not None)
+            merged = merged or ((carrier.distance_bias or inputs.rest[0] is not None) and padding is not None)
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
             else:
@@ -359,7 +359,7 @@ class SparseAttention(Float32Module):
 
     def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
         """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""
-        wanted = set(needs)
+        wanted = {*needs, "distance_bias"} if self.carrier.distance_bias else set(needs)
         found = self._mask or self.search
         if found is not None and found.rest != "none":
             wanted.add("rest")

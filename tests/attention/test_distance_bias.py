@@ -16,8 +16,14 @@ from sparsebert import SparseMask, sparse_dot_product_attention
 
 NEEDS = frozenset({"distance_bias"})
 NAMES = serving(needs=NEEDS)
+UNTRAINED = [name for name in serving(needs=NEEDS, gradients=False) if name not in NAMES]
 LENGTH = 33
 EMPTY = {"keep": torch.arange(7).expand(HEADS, -1) == 6, "diagonal": False}  # rows in the middle keep no key
+CASES = (
+    ("none", "none", 32, torch.float32),
+    ("none", "with holes", 64, torch.bfloat16),
+    ("mean", "right and left", 128, torch.float32),
+)
 ONES = SparseMask(torch.ones(HEADS, 16).bool(), 16, "offsets")
 
 
@@ -29,17 +35,15 @@ def assert_as_good(got, want, plain, dtype):
         assert each.isfinite().all() and error <= 2 * allowed + 16 * unit, (error, allowed)
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "empty"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [*((name, mask) for name in NAMES for mask in (*MASKS, "empty")), *((each, "table") for each in UNTRAINED)],
+)
 def test_equals_softmax_of_the_sum(name, mask):
     torch.manual_seed(0)
     fields = {"length": LENGTH, "form": "offsets"} | (EMPTY if mask == "empty" else MASKS[mask])
     mask, bias = SparseMask(**fields), 2 * torch.randn(HEADS, 2 * LENGTH - 1)
-    for rest, padding, size, dtype in (
-        ("none", "none", 32, torch.float32),
-        ("none", "with holes", 64, torch.bfloat16),
-        ("mean", "right and left", 128, torch.float32),
-    ):
+    for rest, padding, size, dtype in CASES if name in NAMES else CASES[1:]:
         mask = mask.replace(rest=rest, rest_bias=torch.randn(1, HEADS) if rest == "mean" else None)
         padding = padding_of(padding)
         inputs = torch.randn(4, 3, HEADS, LENGTH, size).to(dtype)
@@ -51,7 +55,11 @@ def test_equals_softmax_of_the_sum(name, mask):
                 query, key, value, mask, padding=padding, backend=name, distance_bias=bias.float()
             )
 
-        assert_as_good(with_gradients(attention, *inputs, dtype, bias), want, plain, dtype)
+        if name in NAMES:
+            assert_as_good(with_gradients(attention, *inputs, dtype, bias), want, plain, dtype)
+        else:
+            with torch.no_grad():
+                assert_as_good([attention(*inputs[:3], bias.to(dtype))], want[:1], plain[:1], dtype)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +146,6 @@ def test_other_shapes_are_refused(bias, got):
 
 def test_backends_without_one_refuse_it_by_name():
     states = torch.randn(3, 1, HEADS, 16, 8)
-    for name in {"sparse_cpu", "sparse_flex", "sparse_triton"} - {*NAMES}:
+    for name in {"sparse_cpu", "sparse_flex", "sparse_triton"} - {*NAMES, *UNTRAINED}:
         with pytest.raises(ValueError, match=f"{name} cannot run here: it does not support a bias per distance"):
             sparse_dot_product_attention(*states, ONES, distance_bias=torch.zeros(HEADS, 31), backend=name)

@@ -184,13 +184,20 @@ def _removed_with_padding(table, padding, tokens, diagonal, special_rows):
     return number - torch.where(special[:, None], number - int(diagonal is False), kept)
 
 
-def _attention(query, key, value, block_mask, scaling, with_lse):
+def _attention(query, key, value, block_mask, scaling, with_lse, distances):
     """The output `(B, H, m, d)`, `with_lse` and the logarithm of the normalizer `(B, H, m)`."""
+    add = None
+    if distances is not None:  # (H, 2m - 1)
+        middle = key.shape[2] - 1
+
+        def add(score, b, h, i, j):
+            return score + distances[h, i - j + middle]
+
     if with_lse:
         aux = AuxRequest(lse=True)
-        output, found = flex_attention(query, key, value, block_mask=block_mask, scale=scaling, return_aux=aux)
+        output, found = flex_attention(query, key, value, add, block_mask, scaling, return_aux=aux)
         return output, found.lse
-    return flex_attention(query, key, value, block_mask=block_mask, scale=scaling)
+    return flex_attention(query, key, value, add, block_mask, scaling)
 
 
 @functools.cache
@@ -262,12 +269,12 @@ def flex_backend(
     """PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout."""
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
-    rest = inputs.rest[0]
+    rest, distances = inputs.rest[0], inputs.distance_bias[0]
     if rest is None:
-        output = block_attention(query, key, value, inputs.compiled[0], scaling)
+        output = block_attention(query, key, value, inputs.compiled[0], scaling, distances=distances)
     else:
         block_mask, removed = inputs.compiled[0]
-        output, lse = block_attention(query, key, value, block_mask, scaling, with_lse=True)
+        output, lse = block_attention(query, key, value, block_mask, scaling, True, distances)
         scores = (query * rest.key[:, :, None]).sum(-1) * scaling + rest.score[..., None] + removed.clamp(min=1).log()
         stands = removed > 0 if inputs.padding is None else (removed > 0) & inputs.padding[:, None]
         share = torch.where(stands, torch.sigmoid(scores - lse), 0.0)[..., None]  # (B, H, m, 1)
@@ -282,18 +289,20 @@ def block_attention(
     block_mask: BlockMask,
     scaling: float,
     with_lse: bool = False,
+    distances: torch.Tensor | None = None,
 ) -> Any:
     """
     Attention `(B, H, m, d)` under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a
     scale, a mask with or without padding, and so on. Queries without a live key give exactly 0 and get no gradient.
     `with_lse`: and the logarithm of each query's normalizer, `(B, H, m)`. PyTorch's kernel for CPUs has none, so on
-    CPUs the scores are then stored.
+    CPUs the scores are then stored. `distances` `(H, 2m - 1)` are added to the scores, see [`distance_bias`].
     """
     if not torch.is_grad_enabled():
         # On CPU the operator refuses inputs that require a gradient, even if none is computed.
         query, key, value = query.detach(), key.detach(), value.detach()
+        distances = None if distances is None else distances.detach()
     if torch.compiler.is_compiling():
-        function = _attention
+        function, distances = _attention, _materialized(distances)
         if query.device.type == "cpu":
             # The kernel reads its shapes from the memory layout, and a projection's output lies as (B * m, H * d).
             query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
@@ -301,6 +310,15 @@ def block_attention(
         # The mask is a constant of the graph up to the values of its tensors.
         parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__ or ())
         mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
-        kind = (*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), with_lse, *mask)
+        kind = (
+            *query.shape,
+            query.dtype,
+            query.device,
+            scaling,
+            torch.is_grad_enabled(),
+            with_lse,
+            distances is None,
+            *mask,
+        )
         function = _compiled("eager" if with_lse and query.device.type == "cpu" else "inductor", *kind)
-    return function(query, key, value, block_mask, scaling, with_lse)
+    return function(query, key, value, block_mask, scaling, with_lse, distances)
