@@ -166,7 +166,7 @@ def _sparse(name):
             name, case.mask, request.device, request.dtype, *shape, dropout, gradients, request.padded
         )
         sizes = (request.num_queries, request.num_keys, case.query.device)
-        inputs = prepared(MaskInputs(chosen, *sizes, case.mask, case.padding)).for_layer(0)
+        inputs = prepared(MaskInputs(chosen, *sizes, case.mask, case.padding, dtype=request.dtype)).for_layer(0)
         return lambda *tensors: run_backend(*tensors, inputs, HEAD_SIZE**-0.5, dropout)[0], _forms(inputs)
 
     return build
