@@ -1,5 +1,7 @@
 """Tables of text, as the commands print them and as Markdown files hold them."""
 
+import csv
+import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +52,37 @@ class Table:
         body = "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
         return "\n\n".join([f"**{_escaped(self.title)}**", body, *map(_escaped, self.notes)]) + "\n"
 
+    def csv(self) -> str:
+        """The table as comma-separated values, without title and notes."""
+        with io.StringIO(newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([self.columns, *self.rows])
+            return file.getvalue()
+
+    def latex(self) -> str:
+        """The table in LaTeX, with the rules of the package booktabs."""
+        head, *rows = [" & ".join(map(_in_latex, line)) + r" \\" for line in (self.columns, *self.rows)]
+        body = [r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
+        lines = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", *body, r"\end{tabular}"]
+        notes = [rf"\par {_in_latex(note)}" for note in self.notes]
+        table = [r"\begin{table}", rf"\caption{{{_in_latex(self.title)}}}", *lines, *notes, r"\end{table}"]
+        return "\n".join(table) + "\n"
+
     def as_json(self) -> dict[str, Any]:
         """`{"title": ..., "rows": [{column: text}], "notes": [...]}`, all of it text."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
+
+
+# What LaTeX would read as something else.
+_LATEX = {name: rf"\{name}" for name in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
+    "<": r"$<$", ">": r"$>$", "|": r"$|$",
+}  # fmt: skip
+
+
+def _in_latex(text: str) -> str:
+    """A text in LaTeX that is shown as it is."""
+    return " ".join(text.translate(str.maketrans(_LATEX)).splitlines())
 
 
 def _escaped(text: str) -> str:

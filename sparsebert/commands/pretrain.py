@@ -58,7 +58,9 @@ def run(values):
 
 def _outcome_text(outcome):
     asked = "no sparsity" if outcome["asked"] is None else f"a sparsity of {outcome['asked']:.3f}"
+    low, high = outcome["range_of_p"]
     return (
-        f"search: asked for {asked}, got {outcome['got']:.3f}; {outcome['undecided']:.1%} of the learned entries are "
-        f"undecided; {outcome['dense_heads']} heads keep everything, {outcome['empty_heads']} nothing"
+        f"search: asked for {asked}, got {outcome['got']:.3f}; P of nine in ten parameters is from {low:.3f} to "
+        f"{high:.3f}, for {outcome['undecided']:.1%} of the learned entries on the other side of 1/2 than the mask; "
+        f"{outcome['dense_heads']} heads keep everything, {outcome['empty_heads']} nothing"
     )

@@ -13,12 +13,14 @@ from pathlib import Path
 from ..analysis.reporting.report_sources import Source, read_sources
 from ..analysis.reporting.reports import distinct_names, report_tables
 from ..analysis.reporting.web_page import PageMask, check_page, mask_table, write_page
+from ..checks import check_choice
 from ..theory.verdicts import Case, check_cases, details
 from ._command import Command, Results
 
 
 # The theorems are checked at this length if a mask is longer.
 MAX_CHECKED = 1024
+FORMATS = ("text", "markdown", "latex", "csv")
 
 
 @dataclass
@@ -30,20 +32,23 @@ class ReportArguments:
         runs (`list[str]`): Output folders of finished runs; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
         overwrite (`bool`): Replace an existing page.
+        format (`str`): What tables are printed as: `text`, `markdown`, `latex` (with booktabs) or `csv`.
     """
 
     runs: list[str]
     output: str | None = None
     overwrite: bool = False
+    format: str = "text"
 
 
 def command(words):
     examples = ("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html")
-    return Command(run, {"report": ReportArguments}, examples, "RUN_OR_MASK ...")
+    return Command(run, {"report": ReportArguments}, examples, "RUN_OR_MASK ...", choices={"format": FORMATS})
 
 
 def run(values):
     options = ReportArguments(**values["report"])
+    check_choice("format", options.format, FORMATS)
     if options.output is not None:
         check_page(options.output, options.overwrite)
     elif options.overwrite:
@@ -58,7 +63,10 @@ def run(values):
     alone = [PageMask(source.name, *source.masks) for source in sources if source.metrics is None]
     if alone:
         tables.append(mask_table(alone))
-    return Results({source.name: source.as_json() for source in sources}, tables, pictures)
+    content = {source.name: source.as_json() for source in sources}
+    if options.format != "text":  # to be written to a file: nothing but the tables
+        return Results(content, notes=[getattr(table, options.format)().rstrip("\n") + "\n" for table in tables])
+    return Results(content, tables, pictures)
 
 
 def _page_masks(sources: Sequence[Source]) -> list[PageMask]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from transformers.utils import logging
@@ -283,6 +284,7 @@ class LearnedMask:
         - `"got"`: the sparsity of the mask
         - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently; 0 if
           training uses this mask itself (`hard` without noise, with a target)
+        - `"range_of_p"`: where P of nine in ten parameters lies: around 1/2, the search has hardly begun to decide
         - `"dense_heads"` and `"empty_heads"`: number of heads whose learned entries are all kept, or all removed
         - `"warnings"`: what is wrong with the mask, a list of messages
         """
@@ -309,6 +311,7 @@ class LearnedMask:
             "asked": asked,
             "got": mask.sparsity,
             "undecided": disagreement(selected, trained, entries),
+            "range_of_p": np.quantile(probs[..., search.counts.cpu() > 0].numpy(), [0.05, 0.95]).tolist(),
             "dense_heads": dense,
             "empty_heads": empty,
             "warnings": warnings,

@@ -149,6 +149,30 @@ def test_tables_as_markdown_and_json():
     )
 
 
+def test_tables_for_papers(read, tmp_path, capsys):
+    table = Table("R&D", ["run_1", "x"], [["a,b", "50 % ± 1"], ["\\c", "{^}"]], ("n < 2",))
+    assert table.csv() == 'run_1,x\n"a,b",50 % ± 1\n\\c,{^}\n'
+    assert table.latex().splitlines() == [
+        r"\begin{table}",
+        r"\caption{R\&D}",
+        r"\begin{tabular}{ll}",
+        r"\toprule",
+        r"run\_1 & x \\",
+        r"\midrule",
+        r"a,b & 50 \% $\pm$ 1 \\",
+        r"\textbackslash{}c & \{\textasciicircum{}\} \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\par n $<$ 2",
+        r"\end{table}",
+    ]
+    read(model=PRETRAINED)
+    for form, begin in (("latex", r"\begin{table}"), ("csv", "run,"), ("markdown", "**Pre-training**")):
+        assert main(["report", str(tmp_path / "model"), "--format", form]) == 0
+        assert capsys.readouterr().out.startswith(begin)
+    assert main(["report", str(tmp_path / "model"), "--format", "html"]) == 2
+
+
 def test_tables_are_printed_as_text(read, capsys):
     """Neither markup nor a terminal's control characters are obeyed."""
     print_tables(report_tables(read(model=PRETRAINED, tuned=FINETUNED)))

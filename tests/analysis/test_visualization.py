@@ -19,6 +19,25 @@ from sparsebert.masks.patterns import build_pattern
 pytest.importorskip("matplotlib")
 
 
+def test_special_tokens_do_not_set_the_colors(tmp_path, monkeypatch):
+    """And a picture of P does not say that it is one of a mask."""
+    drawn, titles, stock = [], [], importance_pictures.draw_table
+
+    def draw(*arguments, vmin, vmax, **fields):
+        drawn.append((vmin, vmax))
+        return stock(*arguments, vmin=vmin, vmax=vmax, **fields)
+
+    monkeypatch.setattr(importance_pictures, "draw_table", draw)
+    monkeypatch.setattr(importance_pictures, "save_figure", lambda figure, path: titles.append(figure.get_suptitle()))
+    probs = torch.rand(1, 8, 8) / 100 + 0.5
+    probs[:, 0] = probs[..., -1] = 1
+    plot_mean_probs(probs, tmp_path / "p.png")
+    plot_mean_probs(probs, tmp_path / "mask.png", "M")
+    inner = probs[0, 1:-1, 1:-1]
+    assert drawn == [pytest.approx((float(inner.min()), float(inner.max())))] * 2
+    assert titles[0].startswith("P before freezing") and titles[1].startswith("What is kept")
+
+
 def test_plots(tmp_path):
     probs = torch.rand(3, 20, 20)
     plot_heads(build_pattern("bigbird", 20, 3), tmp_path / "new" / "heads.png")

@@ -325,10 +325,12 @@ def test_undecided_share_falls_as_the_search_hardens(tiny_config):
     attention = searching(tiny_config, 0.8, "dam_u").sparse_attention
     with torch.no_grad():
         attention.mask_logits.normal_(std=0.01)
-    before = attention.outcome()["undecided"]
+    before, narrow = (attention.outcome()[name] for name in ("undecided", "range_of_p"))
     with torch.no_grad():
         attention.mask_logits.mul_(1000)
     assert attention.outcome()["undecided"] < 0.05 < before
+    wide = attention.outcome()["range_of_p"]
+    assert wide[0] < narrow[0] < narrow[1] < wide[1] and narrow[1] - narrow[0] < 0.6 and wide[1] - wide[0] > 0.9
 
 
 def test_progress_survives_copies_and_is_no_weight(tiny_config):

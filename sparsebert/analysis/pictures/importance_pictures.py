@@ -68,16 +68,25 @@ def _label_panels(axes, x, y):
             axis.set_xlabel(x)
 
 
+def _shown(quantity):
+    """The subject of a title: P says what a search had learned, and not yet what its mask keeps."""
+    return "P before freezing" if quantity == KEPT else "What is kept"
+
+
 def _legend(figure, axis):
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(labels) > 4 else 2, fontsize=9)
 
 
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
-    """Draw the mean P of every panel on one color scale, from the lowest mean to the highest."""
+    """
+    Draw the mean P of every panel on one color scale, from the lowest mean to the highest without the rows and columns
+    of the first and last token: where these are always on, all else would have one color.
+    """
     figure, axes, parts = _panels(probs, 5.8, 4.9)
     means = [part.mean((0, 1, 2)) for part in parts]
-    low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
+    inner = [mean[1:-1, 1:-1] if len(mean) > 2 else mean for mean in means]
+    low, high = float(min(mean.min() for mean in inner)), float(max(mean.max() for mean in inner))
     # A constant, such as a dense mask, would get a scale from below to beyond it.
     low, high = (0, 1) if low == high else (low, high)
     for axis, mean in zip(axes, means, strict=True):
@@ -86,7 +95,7 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
             axis.set_xticks(*ticks)
             axis.set_yticks(*ticks)
             axis.tick_params(labelsize=8)
-    bar = figure.colorbar(image, ax=list(axes), label=f"mean over heads of\n{quantity}", fraction=0.06)
+    bar = figure.colorbar(image, ax=list(axes), label=f"mean over heads of\n{quantity}", fraction=0.06, extend="both")
     normalized = bar.ax.secondary_yaxis(
         "left", functions=(lambda value: (value - low) / (high - low), lambda value: low + value * (high - low))
     )
@@ -103,7 +112,7 @@ def plot_mean_probs(probs: torch.Tensor, path: str | os.PathLike, quantity: str 
     Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as from lowest to highest.
     """
     probs = as_runs(probs)
-    _draw_heat_maps(probs, path, f"What is kept by position\n({average_text(probs)}; yellow: kept most)", quantity)
+    _draw_heat_maps(probs, path, f"{_shown(quantity)} by position\n({average_text(probs)}; yellow: highest)", quantity)
 
 
 def plot_sketch(
@@ -117,9 +126,8 @@ def plot_sketch(
     probs = as_runs(probs)
     # Pooling is linear: the mean of the sketches is the sketch of the mean, one per layer.
     pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None]
-    title = (
-        f"What is kept by position, pooled onto {SKETCHED}\n({average_text(probs)}; yellow: kept most)\n{CELLS_NOTE}"
-    )
+    title = f"{_shown(quantity)} by position, pooled onto {SKETCHED}\n({average_text(probs)}; yellow: highest)"
+    title += f"\n{CELLS_NOTE}"
     _draw_heat_maps(pooled, path, title, quantity, sketch_ticks(special_tokens))
 
 
@@ -157,7 +165,7 @@ def plot_groups(
     else:
         _draw_layers(axis, groups, names)
     _legend(figure, axis)
-    axis.set_title(f"What is kept by group of positions\n({average_text(probs)})", fontsize=11)
+    axis.set_title(f"{_shown(quantity)} by group of positions\n({average_text(probs)})", fontsize=11)
     axis.set_ylabel(f"mean of\n{quantity}")
     axis.set_ylim(-0.03, 1.03)
     axis.grid(axis="y", alpha=0.3)
@@ -246,7 +254,7 @@ def plot_offset_profile(
     if len(parts) > 1:  # too long for small panels
         title += f"; mean at each offset of {quantity}"
         y = "mean"
-    figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
+    figure.suptitle(f"{_shown(quantity)} by distance\n({title})", fontsize=11)
     offset, note = ("i - j", "negative: the key comes later") if signed else ("|i - j|", "0 is the diagonal")
     _label_panels(axes, f"offset {offset} between query and key\n({note})", y)
     _legend(figure, axes[0])
