@@ -82,7 +82,7 @@ _LATEX = {name: rf"\{name}" for name in "&%$#_{}"} | {
 
 def _in_latex(text: str) -> str:
     """A text in LaTeX that is shown as it is."""
-    return " ".join(text.translate(str.maketrans(_LATEX)).splitlines())
+    return " ".join("".join(_LATEX.get(each, each) for each in text).splitlines())
 
 
 def _escaped(text: str) -> str:
