@@ -306,6 +306,7 @@ def test_activation_checkpointing_changes_nothing(assert_same_gradients, name, m
     [
         ("modernbert", True),
         pytest.param("modernbert", False, marks=pytest.mark.slow),
+        pytest.param("mpnet", True, marks=pytest.mark.slow),
         pytest.param("vit", False, marks=pytest.mark.slow),
     ],
 )
