@@ -188,7 +188,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
     family, distance_bias = FAMILIES.get(config.model_type), None
     if family is not None:
-        distance_bias = family.bias_by_distance(model, num_keys)
+        distance_bias = family.bias_by_distance(model, num_keys).to(device)
     mask_inputs = sparse_attention(
         name,
         batch,
