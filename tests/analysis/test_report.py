@@ -149,6 +149,18 @@ def test_tables_as_markdown_and_json():
     )
 
 
+def test_means_over_seeds(read, tmp_path, capsys):
+    losses = {"a": 3.0, "b": 3.2, "c": 3.4}
+    read(**{name: PRETRAINED | {"mlm_loss": loss} for name, loss in losses.items()}, tuned=FINETUNED)
+    words = ["report", "--seeds", "--runs", *(str(tmp_path / name) for name in losses)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Mean of 3 runs" in out and "[2.703, 3.697]" in out  # 3.2 +- 4.303 * 0.2 / sqrt(3)
+    for others in (["a"], ["a", "tuned"]):
+        assert main(["report", "--seeds", "--runs", *(str(tmp_path / name) for name in others)]) == 2
+        assert "--seeds needs two or more" in capsys.readouterr().err
+
+
 def test_tables_for_papers(read, tmp_path, capsys):
     table = Table("R&D", ["run_1", "x"], [["a,b", "50 % ± 1"], ["\\c", "{^}"]], ("n < 2",))
     assert table.csv() == 'run_1,x\n"a,b",50 % ± 1\n\\c,{^}\n'
