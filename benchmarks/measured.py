@@ -19,7 +19,7 @@ from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
 
-from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain
+from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain, rest
 from .gpu import model as gpu_model
 from .shared import cpu_tables, gpu_tables
 from .shared.report import PHASES, RESULTS, ROOT
@@ -58,6 +58,7 @@ TABLES = {
     "kernels.models": lambda: [
         cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
     ],
+    "kernels.rest": lambda: [rest.table(_read("rest_cpu")["cells"])],
     "kernels.masks": lambda: [cpu_tables.masks()],
     "kernels.learned": lambda: [cpu_tables.extended_masks()],
     "search.step": lambda: [cpu_tables.searches(_read("search_cpu"))],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from benchmarks import attention, encoders, layer, long_inputs, model, pretrain, search
+from benchmarks import attention, encoders, layer, long_inputs, model, pretrain, rest, search
 from benchmarks.gpu import lease
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
@@ -52,6 +52,15 @@ def cells_of(run, tmp_path, *arguments):
             assert 0 < entry["q25_ms"] <= entry["median_ms"] <= entry["q75_ms"] and entry["rounds"] >= 2
             assert entry["error"] < (1e-4 if cell["dtype"] == "float32" else 0.05)
     return found["cells"]
+
+
+def test_a_rest_is_timed_against_none(tmp_path, capsys):
+    rest.main(["--quick", "--threads", "1", "--output", str(tmp_path / "report")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert REPORT_FIELDS <= set(report) and len(report["cells"]) == 4
+    for cell in report["cells"]:
+        assert set(cell["systems"]) == {"none", "mean"} and cell["speed_up"]["low"] <= cell["speed_up"]["ratio"]
+    assert "| bfloat16 | 32 | training |" in capsys.readouterr().out
 
 
 def options(**fields):

@@ -55,15 +55,15 @@ void mean_queries(const Problem& p, const Problem::Task& task, const RestKeys& k
   for (int64_t c = 0; c < heads * D; ++c) means[c] *= keys.factor;
 }
 
-// What is kept of a rest whose key, value and mean query are known, and the numerators of its weights by key: they
-// become the weights.
+// What is kept of a rest but for its weights, whose numerators exp(score - high) add up to `total`.
 inline void keep_rest(const Problem& p, int64_t h, int64_t count, const float* key, const float* value,
                       const float* mean, float high, float total, float* rest) {
   const int64_t d = p.query.d;
   float product = 0;
   for (int64_t c = 0; c < d; ++c) product += key[c] * mean[c];
   std::copy_n(value, d, std::copy_n(key, d, rest));
-  rest[2 * d] = (count ? high + std::log(total) - product - std::log(static_cast<float>(count)) : -1e9f) + p.rest_bias[h];
+  // Of numbers that are as small as the scores differ, which round less than logarithms of sums.
+  rest[2 * d] = p.rest_bias[h] + (count ? high - product + std::log(total / static_cast<float>(count)) : -1e9f);
   std::copy_n(mean, d, rest + 2 * d + 1);
 }
 
