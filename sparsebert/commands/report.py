@@ -44,7 +44,7 @@ class ReportArguments:
 
 
 def command(words):
-    examples = ("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html")
+    examples = ("runs/demo/minilm runs/demo/recovered", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html")
     return Command(run, {"report": ReportArguments}, examples, "RUN_OR_MASK ...", choices={"format": FORMATS})
 
 

@@ -75,7 +75,7 @@ def test_reports_are_those_of_the_results(path):
 
 def test_what_the_front_page_says_of_training():
     ratio = cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
-    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _words("README.md")
+    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _words("docs/results.md")
 
 
 def test_what_the_results_say_of_reviews():
@@ -147,7 +147,7 @@ def test_what_the_front_page_says_of_quality():
         return [form.format(value) for value in found]
 
     before, after = (means("dam_s", metric, "{:.3f}") for metric in ("cosine_before", "cosine"))
-    text = _words("README.md")
+    text = _words("docs/results.md")
     assert "With 128, 512 and 1024 tokens it is {}, {} and {}.".format(*before) in text
     assert "raises it to {}, {} and {}.".format(*after) in text
     assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
@@ -167,7 +167,9 @@ def test_what_the_front_page_says_of_tasks():
         for score in ("learned_recovered", "dense")
     )
     test = paired_difference(masked, dense)
-    text = _words("README.md")
+    text = _words("docs/results.md")
+    front = "lose {:.1f} points in the mean (95 % interval {:.1f} to {:.1f})"
+    assert front.format(-test["difference"], -test["high"], -test["low"]) in _words("README.md")
     said = "is {:.1f}, dense {:.1f} (three seeds; interval [{low:.1f}, {high:.1f}], P = {p:.2f},"
     assert said.format(fmean(masked), fmean(dense), **test) in text
     longer, shorter, before = (
@@ -188,4 +190,4 @@ def test_what_the_front_page_says_of_pretraining():
         if (cell["size"], cell["n"]) == ("base", 2048) and "stock" in cell["speed_up"]
     ]
     said = "is {:.1f} times as fast as stock BERT's, {:.1f} times without a mask"
-    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _words("README.md")
+    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _words("docs/results.md")

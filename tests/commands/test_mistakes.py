@@ -123,7 +123,7 @@ def check(workshop, refused, pretraining_flags, monkeypatch, tmp_path):
         ("reproduce copyng", "unknown experiment 'copyng'; did you mean 'copying'"),
         ("reproduce copying --only depth_1", "unknown cell in --only 'depth_1'"),
         ("search --model DIR", "--data is needed"),
-        ("finetune demo_finetune", "--model"),
+        ("finetune finetune_small --task rte", "--model"),
         ("draw window --sources bigbird --output_dir out", "--sources is given twice: 'window'"),
         ("draw --output_dir out --length 8", "--length needs the name of a pattern"),
         ("theory", "expected names of patterns"),

@@ -20,10 +20,10 @@ from sparsebert.training.finetuning.task_data import prepare
 
 
 ROOT = Path(__file__).parents[2]
-SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
+SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/finetune_small.yaml"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PRETRAIN_RECIPES = [path for path in RECIPES if "text" in yaml.safe_load(path.read_text())["data"]]
-OTHERS = ("translation", "demo_minilm", "demo_finetune")
+OTHERS = ("translation", "demo_minilm")
 FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES and path.stem not in OTHERS]
 TINY = (
     "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
@@ -87,7 +87,8 @@ def test_finetuning_on_the_builtin_task(pretrained, monkeypatch, tmp_path):
     documents = builtin_documents(("email", "json", "wsgiref"))
     monkeypatch.setattr(builtin, "builtin_documents", lambda: documents)
     sizes = ("--task_kwargs", "{train_size: 40, validation_size: 20, labels: [email, json]}", *ONE_RUN)
-    arguments = [*sizes, "--report_to", "tensorboard", "--model", pretrained, "--output_dir", tmp_path / "run"]
+    arguments = ["--task", "builtin", *sizes, "--report_to", "tensorboard", "--model", pretrained]
+    arguments += ["--output_dir", tmp_path / "run"]
     run("finetune", FINETUNE_RECIPE, *arguments)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["sparsity"] == json.loads((pretrained / "metrics.json").read_text())["sparsity"]

@@ -112,7 +112,7 @@ assert main(["masks", "user/mask", "--json"]) == main(["plan", "pulled"]) == mai
 assert main(["push", "--help"]) == 0
 sparsebert.attach(BertForMaskedLM(BertConfig(vocab_size=100, **fields)), "user/mask")
 
-for words in (["pretrain", "demo_dense"], ["finetune", "rte", "--model", "model"], ["theory", "bigbird"]):
+for words in (["pretrain", "demo_dam_s"], ["finetune", "rte", "--model", "model"], ["theory", "bigbird"]):
     with redirect_stderr(io.StringIO()) as said:
         assert main(words) == 2, words
     lines = [line for line in said.getvalue().splitlines() if "sparsebert" in line]

@@ -441,7 +441,7 @@ def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path)
 
 def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys):
     flags = {"model": model_folder, "data": text, "output_dir": tmp_path / "out", "max_length": 32}
-    flags |= {"steps": 2, "recover": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
+    flags |= {"steps": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     assert main(["search", "demo_minilm", *words]) == 0 and "times as fast" in capsys.readouterr().out
 
