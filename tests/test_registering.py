@@ -55,8 +55,10 @@ def test_the_example_of_the_documentation():
         (register_pattern, ("a/b", lambda length: None), {}, "name must be an identifier"),
         (register_pattern, ("mine", lambda length, size: None), {}, "keyword-only parameters with defaults"),
         (register_pattern, ("mine", 3), {}, "must be a function of the length"),
+        (register_pattern, ("mine", lambda: None), {}, "must be a function of the length"),
         (register_backend, ("sparse_cpu", print), {}, "none of sparse_eager, .*, got 'sparse_cpu'"),
         (register_backend, ("sdpa", print), {}, "got 'sdpa'"),
+        (register_backend, (["mine"], print), {}, "name must be an identifier"),
         (register_backend, ("flash_attention_2", print), {}, "attention of transformers"),
         (register_backend, ("mine", 3), {}, "function must be a function, got int"),
         (register_backend, ("mine", print), {"supports": ["weigths"]}, "did you mean 'weights'"),
@@ -74,6 +76,12 @@ def test_a_pattern_that_gives_something_else(made):
     register_pattern("mine", lambda length: made)
     with pytest.raises(ValueError, match="pattern 'mine'"):
         build_pattern("mine", 8, 2)
+
+
+def test_a_pattern_with_the_name_of_a_search(monkeypatch):
+    monkeypatch.setitem(PATTERNS, "soft", PATTERNS["window"])
+    with pytest.raises(ValueError, match="'soft' is a search and a registered pattern"):
+        attach(bert(), "soft")
 
 
 @pytest.mark.parametrize("leading", [(), (4,), (2, 4)])

@@ -50,7 +50,10 @@ def read_encoder(source: str, length: int, **hub_arguments: Any) -> TextEncoder:
 
 
 def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[str]) -> dict[str, TextEncoder]:
-    """An encoder in every engine and precision, by `"ENGINE PRECISION"`; a compiled one is what it is."""
+    """
+    An encoder in every engine and precision that can run it here, by `"ENGINE PRECISION"`; a compiled one is what it
+    is.
+    """
     if made := getattr(encoder.model, "compiled_as", None):
         return {f"{made['engine']} {made['precision']}": encoder}
     found, on_cpu = {}, encoder.model.device.type == "cpu"
@@ -59,8 +62,12 @@ def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[
             found[f"pytorch {precision}"] = _with(encoder, _in_precision(encoder.model, precision))
         for engine, (_, package) in ENGINES.items() if on_cpu else ():
             if find_spec(package) is not None:
-                model = compile(copy.deepcopy(encoder.model), engine, precision, texts, encoder.tokenizer)
-                found[f"{engine} {precision}"] = _with(encoder, model)
+                try:
+                    model = compile(copy.deepcopy(encoder.model), engine, precision, texts, encoder.tokenizer)
+                except ValueError as error:
+                    print(f"left out: {engine} {precision}: {error}", file=sys.stderr, flush=True)
+                else:
+                    found[f"{engine} {precision}"] = _with(encoder, model)
     return found
 
 
@@ -161,6 +168,11 @@ def verdict(found: Mapping[str, Any]) -> str:
         return "Do not deploy: the two models make embeddings of different sizes."
     if ratio["low"] <= 1:
         return f"Do not deploy here: {speed}, which is no gain that this machine and these texts show."
+    if found["num_texts"] <= 2 * NEIGHBORS:
+        return (
+            f"Do not deploy on this alone: {speed}, but of {found['num_texts']} texts too many are among the "
+            f"{NEIGHBORS} nearest by chance: compare on more than {2 * NEIGHBORS} (num_texts)."
+        )
     if dense["length"] < sparse["length"]:
         return (
             f"Decide by the score of your task: {speed}, but the dense model reads {dense['length']} tokens of a text "

@@ -183,8 +183,7 @@ def register_backend(
     Raises:
         ValueError: If the name is taken or no name, or one of the other values is unknown.
     """
-    taken = name in _OWN or name in CHOICES or name in SAVED_NAMES or name in TWINS
-    if taken or not (isinstance(name, str) and name.isidentifier()):
+    if not (isinstance(name, str) and name.isidentifier()) or name in (*_OWN, *CHOICES, *TWINS):
         raise ValueError(
             f"name must be an identifier, and none of {', '.join((*_OWN, *CHOICES, *TWINS))}, got {name!r}"
         )

@@ -304,10 +304,11 @@ def register_pattern(name: str, function: Callable[..., SparseMask | torch.Tenso
     """
     if not (isinstance(name, str) and name.isidentifier()) or name in _OWN:
         raise ValueError(f"name must be an identifier, and none of {', '.join(_OWN)}, got {name!r}")
-    first, *others = inspect.signature(function).parameters.values() if inspect.isfunction(function) else (None,)
+    parameters = [*inspect.signature(function).parameters.values()] if inspect.isfunction(function) else []
+    others = parameters[1:]
     drawn = [item.name for item in others if item.name in ("num_heads", "seed")]
     own = [item for item in others if item.name not in drawn]
-    if first is None or len(drawn) == 1 or any(item.name not in (function.__kwdefaults__ or {}) for item in own):
+    if not parameters or len(drawn) == 1 or any(item.name not in (function.__kwdefaults__ or {}) for item in own):
         raise ValueError(
             f"pattern {name!r} must be a function of the length, perhaps of num_heads and seed, and of keyword-only "
             f"parameters with defaults, got {function!r}"

@@ -173,6 +173,8 @@ def attach(
     if not isinstance(mask_or_search, (str, PathLike)):
         mask_or_search = as_mask(mask_or_search, inner.config.num_attention_heads, "attach: mask_or_search")
     given = mask_or_search if isinstance(mask_or_search, str) else None
+    if given in SEARCHES and given in PATTERNS:
+        raise ValueError(f"{given!r} is a search and a registered pattern: register the pattern under another name")
     hub_arguments = {name: options.pop(name) for name in HUB_ARGUMENTS if name in options}
     if hub_arguments and (given in SEARCHES or given in PATTERNS or isinstance(mask_or_search, SparseMask)):
         raise ValueError(f"{next(iter(hub_arguments))} has meaning only for the folder or Hub id of a mask")

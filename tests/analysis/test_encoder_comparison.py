@@ -9,6 +9,7 @@ from conftest import TINY
 from transformers import BertConfig, BertModel
 
 from sparsebert import attach, encode_long
+from sparsebert.analysis import encoder_comparison
 from sparsebert.analysis.encoder_comparison import closeness, verdict
 from sparsebert.commands import main
 from sparsebert.models.inference.text_encoders import TextEncoder, pooling_of
@@ -73,11 +74,11 @@ def test_what_cannot_be_compared(folders, monkeypatch, capsys, words, said):
     assert main(words) == 2 and said in capsys.readouterr().err
 
 
-def outcome(low=1.5, kept=0.9, **sparse):
+def outcome(low=1.5, kept=0.9, texts=64, **sparse):
     encoders = {name: {"length": 512, "pooling": "mean", "normalized": True} for name in ("dense", "sparse")}
     encoders["sparse"] |= sparse
     speed = {"median": low + 0.1, "low": low, "high": low + 0.2}
-    return {"encoders": encoders, "best": ["dense a", "sparse a"], "speed_up": speed} | {
+    return {"encoders": encoders, "best": ["dense a", "sparse a"], "speed_up": speed, "num_texts": texts} | {
         "systems": {"sparse a": {} if kept is None else {"neighbors": kept}}
     }
 
@@ -87,6 +88,7 @@ def outcome(low=1.5, kept=0.9, **sparse):
     [
         ({}, "Deploy: sparse a is 1.60 times as fast [1.50, 1.70] as dense a, and 90% of the 10"),
         ({"kept": 0.5}, "Do not deploy yet"),
+        ({"kept": 1.0, "texts": 11}, "Do not deploy on this alone"),
         ({"low": 0.95}, "Do not deploy here"),
         ({"kept": None}, "embeddings of different sizes"),
         ({"pooling": "cls"}, "Do not deploy: pooling is mean for the dense, cls for the sparse"),
@@ -114,8 +116,24 @@ def test_long_texts_are_the_mean_of_their_parts(word_tokenizer):
     assert found.shape == (3, 32) and encode_long(encoder, []).shape == (0, 32)
     np.testing.assert_allclose(found[0], encoder.encode(parts).mean(0), atol=1e-5)
     np.testing.assert_allclose(found[1], encoder.encode([short])[0], atol=1e-5)
-    with pytest.raises(ValueError, match="split must be an integer of at least 3"):
-        encode_long(encoder, [long], split=2)
+    for split in (2, 13):
+        with pytest.raises(ValueError, match="split must be an integer from 3 to 12"):
+            encode_long(encoder, [long], split=split)
+    with pytest.raises(ValueError, match="got one text"):
+        encode_long(encoder, long, split=12)
+
+
+def test_what_an_engine_cannot_run_is_left_out(word_tokenizer, monkeypatch, capsys):
+    """As a processor without bfloat16 does, or a model whose mask no graph can hold."""
+
+    def compiled(*arguments):
+        raise ValueError("needs a CPU that computes in it")
+
+    monkeypatch.setattr(encoder_comparison, "compile", compiled)
+    monkeypatch.setattr(encoder_comparison, "ENGINES", {"engine": (None, "json")})
+    encoder = TextEncoder(BertModel(BertConfig(**TINY)).eval(), word_tokenizer, 12)
+    assert [*encoder_comparison.systems_of(encoder, ["float32"], TEXTS)] == ["pytorch float32"]
+    assert "left out: engine float32: needs a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls"])
@@ -136,3 +154,7 @@ def test_other_modules_and_poolings_are_refused(folders):
     (folders / "sparse/modules.json").write_text(json.dumps(modules + [{"path": "3_Dense", "type": "a.Dense"}]))
     with pytest.raises(ValueError, match="has a Dense"):
         pooling_of(folders / "sparse")
+    for content, said in (("{", "modules.json is not valid JSON"), ('{"a": 1}', "must be a list of objects")):
+        (folders / "sparse/modules.json").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            pooling_of(folders / "sparse")

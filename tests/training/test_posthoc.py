@@ -419,7 +419,7 @@ def test_run(model_folder, text, tmp_path, capsys, monkeypatch):
 
 
 def test_a_mask_for_a_gpu(model_folder, text, tmp_path):
-    """Whole tiles, unless a search or a sparsity is named."""
+    """Whole tiles, of another size or sparsity if these are named."""
     quick = {"device_target": "gpu", "patterns": False, "timed": False, "target_sparsity": 0.5}
     metrics = search(model_folder, text, tmp_path / "out", **quick, block_size=16, steps=1)
     mask = load(tmp_path / "out").sparse_attention.mask
@@ -427,7 +427,8 @@ def test_a_mask_for_a_gpu(model_folder, text, tmp_path):
     options = {"model": str(model_folder), "data": str(text), "output_dir": str(tmp_path / "out2"), "max_length": 32}
     options = PostHocArguments(**options, device_target="gpu")
     assert check_arguments(options, {"block_size": 16})[1]["target_sparsity"] == 0.8
-    assert check_arguments(options, {"search": "dam_s", "target_sparsity": 0.7})[1]["symmetric"] is True
+    with pytest.raises(ValueError, match="device_target 'gpu' has no meaning with search 'dam_s'"):
+        check_arguments(options, {"search": "dam_s", "target_sparsity": 0.7})
 
 
 def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path):

@@ -50,7 +50,7 @@ SEARCHES = {
     "slabs": {
         **{"search": "dam_b", "symmetric": False, "block_size": 16, "query_block_size": 32, "mask_length": 40},
     },
-    "vertical_slash": {"search": "vertical_slash"},
+    "vertical_slash": {"search": "vertical_slash", "rest": "mean"},
 }
 
 
@@ -63,7 +63,7 @@ def test_the_lowest_p_goes(fields, frozen, tmp_path):
     for sparsity in (0.3, 0.6):
         mask = prune_by_probs(run, sparsity)
         table = mask.to_table()
-        assert mask.form == run.mask.form and table.shape == run.probs.shape
+        assert (mask.form, mask.rest) == (run.mask.form, run.mask.rest) and table.shape == run.probs.shape
         assert mask.sparsity == pytest.approx(sparsity, abs=0.3 if "block_size" in fields else 0.03)
         assert torch.equal(table[..., ~learned], run.mask.to_table()[..., ~learned])
         for kept, probs in zip(table.flatten(0, 1)[:, learned], run.probs.flatten(0, 1)[:, learned], strict=True):

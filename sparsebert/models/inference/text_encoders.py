@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.utils import cached_file
 
-from ...checks import check_range
+from ...checks import check_range, shortened
 from ...masks.mask_sources import IF_THERE
 
 
@@ -69,15 +69,21 @@ def pooling_of(source: Any, **hub_arguments: Any) -> tuple[str, bool]:
 
     def read(name):
         path = cached_file(source, name, **hub_arguments, **IF_THERE)
-        return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{source}: {name} is not valid JSON: {error}") from error
 
     modules = read("modules.json") or []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ValueError(f"{source}: modules.json must be a list of objects, got {shortened(repr(modules))}")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if others := [kind for kind in kinds if kind not in _PLAIN]:
         raise ValueError(f"{source}: modules.json has a {others[0]}, expected {', '.join(_PLAIN)}")
     if "Pooling" not in kinds:
         return "mean", "Normalize" in kinds
-    config = read(f"{modules[kinds.index('Pooling')]['path']}/config.json") or {}
+    config = read(f"{modules[kinds.index('Pooling')].get('path', '1_Pooling')}/config.json")
+    config = config if isinstance(config, dict) else {}
     on = [name.removeprefix("pooling_mode_") for name, value in config.items() if value is True and "mode" in name]
     mode = str(config.get("pooling_mode") or " and ".join(on))
     if mode not in _POOLINGS:
@@ -85,7 +91,7 @@ def pooling_of(source: Any, **hub_arguments: Any) -> tuple[str, bool]:
     return _POOLINGS[mode], "Normalize" in kinds
 
 
-def encode_long(encoder: Any, texts: Sequence[str], split: int = 512, batch_size: int = 16) -> np.ndarray:
+def encode_long(encoder: Any, texts: Sequence[str], split: int | None = None, batch_size: int = 16) -> np.ndarray:
     """
     Embeddings of long texts by a model for short ones, as is usual without sparse attention: a text is split into
     parts of at most `split` tokens, and its embedding is the mean of theirs.
@@ -93,15 +99,24 @@ def encode_long(encoder: Any, texts: Sequence[str], split: int = 512, batch_size
     Args:
         encoder (`SentenceTransformer` or [`TextEncoder`]): Has a `tokenizer`, which must be a fast one, and `encode`.
         texts (`Sequence[str]`): N texts.
-        split (`int`, *optional*, defaults to 512): Most tokens of a part, special tokens included.
+        split (`int`, *optional*): Most tokens of a part, special tokens included, but not more than the encoder takes,
+            which would cut the parts. By default 512, or what it takes.
         batch_size (`int`, *optional*, defaults to 16): Parts of a batch.
 
     Returns:
         `numpy.ndarray` of shape `(N, D)`: float32, not normalized.
+
+    Raises:
+        ValueError: If the encoder cuts parts of so many tokens, or `texts` is one text.
     """
+    if isinstance(texts, str):
+        raise ValueError("texts must be a list of texts, got one text")
     tokenizer = encoder.tokenizer
-    size = split - tokenizer.num_special_tokens_to_add()
-    check_range("split", split, split - size + 1)
+    least = tokenizer.num_special_tokens_to_add() + 1
+    most = getattr(encoder, "max_seq_length", getattr(encoder, "length", None))
+    split = min(512, most or 512) if split is None else split
+    check_range("split", split, least, most)
+    size = split - least + 1
     parts, counts = [], []
     for text in texts:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -48,7 +48,9 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
             "was pruned, or its P is 0, which does not rank what was removed"
         )
-    fields = ("special_tokens", "special_rows", "last_token", "diagonal", "length_policy", "query_block_size")
+    # The bias of the rest is that of the run: one of its own would have to be calibrated with the model.
+    same = ("special_tokens", "special_rows", "last_token", "diagonal", "length_policy", "rest", "rest_bias")
+    fields = (*same, "query_block_size")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
     return to_sparse_mask(
         kept,

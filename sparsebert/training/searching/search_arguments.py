@@ -97,7 +97,7 @@ class PostHocArguments(CheckedFields, HubArguments):
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
             to `max_length`, as a classifier of documents gets them.
         device_target (`str`): The device that the mask is for: `"cpu"`, or `"gpu"` to search for whole tiles, `dam_b`
-            with signed distances and a `target_sparsity` of 0.8, unless section `model` says otherwise.
+            with signed distances and a `target_sparsity` of 0.8, unless section `model` gives other values of these.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
@@ -246,7 +246,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     """
     if options.mask is None:
         target = TARGETS[options.device_target]
-        given = (target if given.get("search", target.get("search")) == target.get("search") else {}) | given
+        if "search" in target and given.get("search", target["search"]) != target["search"]:
+            why = f"with search {given['search']!r}, which learns no tiles"
+            raise no_effect("device_target", options.device_target, why)
+        given = target | given
     fields = given
     if options.mask is None:
         search = given.get("search", FIELDS["search"])

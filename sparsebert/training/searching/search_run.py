@@ -84,12 +84,14 @@ def _search(
     fields: dict[str, Any],
     device: str,
 ) -> dict[str, Any]:
-    run.define(options, config, search=fields)  # now, and again when the text is known, which takes longer
+    # A checkpoint of a version whose searches had no rest by default says nothing of it.
+    search = {name: value for name, value in fields.items() if (name, value) != ("rest", "none")}
+    run.define(options, config, search=search)  # now, and again when the text is known, which takes longer
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     warn_of_slow_bfloat16(options.bf16, device)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
-    run.define(options, config, search=fields, **source.record())
+    run.define(options, config, search=search, **source.record())
     seconds = {"prepare": time.perf_counter() - run.began}
 
     model: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
