@@ -12,6 +12,7 @@ from ..attention.choosing.choice import automatic
 from ..checks import check_range
 from ..hub import check_available, check_path
 from ..masks.mask_files import MASK_CONFIG_NAME, MAX_MASK_LENGTH
+from ..masks.shipped import shipped_folder
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
 from ..models.loading import find_file, load
@@ -158,7 +159,7 @@ def saved_plan(
     **hub_arguments: Any,
 ) -> Plan:
     """How the mask in a folder or Hub repository would run, see [`plan`]."""
-    check_path(source)
+    check_path(source := shipped_folder(source))
     check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
     is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
     reader: Any = load if is_model else SparseMask.from_pretrained

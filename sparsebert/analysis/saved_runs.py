@@ -27,6 +27,7 @@ from ..learning.mask_description import SEARCH_FIELDS, MaskFields
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
+from ..masks.shipped import shipped_folder
 from ..masks.sparse_mask import SparseMask
 from ..models.bert.configuration_sparsebert import SparseBertConfig
 from ..models.bert.modeling_sparsebert import SparseBertModel
@@ -168,7 +169,7 @@ def _read_probs(path, mask):
 
 def _check_source(source, hub_arguments):
     """The source as text, its name with the subfolder, and its configuration."""
-    source = str(source)
+    source = shipped_folder(source)
     check_subfolder(subfolder := hub_arguments.get("subfolder"))
     check_path(source)
     try:

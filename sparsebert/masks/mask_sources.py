@@ -11,6 +11,7 @@ from transformers.utils import cached_file, logging
 
 from ..hub import check_available, naming_the_file
 from .mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME, MaskFileError, is_of_another_tool
+from .shipped import shipped_folder
 
 
 logger = logging.get_logger(__name__)
@@ -69,7 +70,8 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
     if unknown:
         raise TypeError(f"unknown arguments {sorted(unknown)}; allowed: {', '.join(HUB_ARGUMENTS)}")
     check_subfolder(kwargs.get("subfolder"))
-    source = Path(pretrained_model_name_or_path)
+    name = shipped_folder(pretrained_model_name_or_path)
+    source = Path(name)
     if source.is_dir():
         folder = source / (kwargs.get("subfolder") or "")
         if not (folder / MASK_CONFIG_NAME).is_file() and (names := [path for path in mask_paths(source) if path]):
@@ -86,7 +88,6 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             "pickled files are never read. SparseMask(keep, length).save_pretrained writes such a folder from a bool "
             "tensor"
         )
-    name = str(pretrained_model_name_or_path)
     found = []
     try:
         for filename in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME):

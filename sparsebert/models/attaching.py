@@ -21,6 +21,7 @@ from ..learning.searches import SEARCHES
 from ..masks.mask_files import MaskFileError, weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS, as_mask
+from ..masks.shipped import SHIPPED, shipped_folder
 from ..masks.sparse_mask import SparseMask
 from .architectures import FAMILIES, attention_modules, carrier_of, describe
 from .coverage import check_layers, lists_of_layers
@@ -92,9 +93,10 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     name = str(name)
     if name in SEARCHES:
         raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask it found")
+    name = shipped_folder(name)
     # A Hub id has a slash.
     if not {"/", "\\"} & {*name} and not Path(name).is_dir():
-        raise nearest("mask", name, (*PATTERNS, *SEARCHES))
+        raise nearest("mask", name, (*PATTERNS, *SEARCHES, *SHIPPED))
     try:
         check_path(name)
         check_revision(hub_arguments.get("revision"), name)
@@ -132,7 +134,8 @@ def attach(
             sentence-transformers model.
         mask_or_search ([`SparseMask`], `torch.Tensor`, `str` or `os.PathLike`): A mask, also as a bool tensor
             `(n, n)`, `(H, n, n)` or `(L, H, n, n)` that is True where a query may attend to a key; the folder or Hub
-            id of a mask; a key of `PATTERNS` or a key of `SEARCHES`.
+            id of a mask; the name of one that comes with the package, such as `"minilm-l6-512-90"`; a key of
+            `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
             model or revision, instead of warning.
         attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and

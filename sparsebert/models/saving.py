@@ -32,6 +32,7 @@ from ..masks.mask_files import (
     own_state,
 )
 from ..masks.pushing import push_folder
+from ..masks.shipped import is_for
 from ..masks.sparse_mask import SparseMask
 from .bert.configuration_sparsebert import SparseBertConfig
 from .forward_with_mask import MaskedForward
@@ -150,6 +151,8 @@ def _base_of(mask):
 
 def check_base(model: PreTrainedModel, mask: SparseMask, strict: bool = False) -> None:
     """Check whether a mask was found for the weights that it is to be used with."""
+    if is_for(mask.metadata, model):
+        return
     found = _base_of(mask)
     here = (model.config.name_or_path or None, commit_of(model.config))
     if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
@@ -186,10 +189,9 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         model.
         """
         before = self.sparse_attention.mask
+        if isinstance(mask, SparseMask) and (before is None or _base_of(before) != _base_of(mask)):
+            check_base(self, mask)
         self.sparse_attention.set_mask(mask)
-        used = self.sparse_attention.mask
-        if used is not None and (before is None or _base_of(before) != _base_of(used)):
-            check_base(self, used)
 
     def freeze(
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None

@@ -18,6 +18,7 @@ from ...files import check_other_folder, within
 from ...hub import check_available
 from ...masks.mask_files import MASK_CONFIG_NAME, check_undamaged
 from ...masks.patterns import PATTERNS
+from ...masks.shipped import shipped_folder
 from ...models.inference.compiled_files import check_not_compiled
 from ...models.loading import check_folder
 
@@ -40,6 +41,8 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
     """Check a folder or Hub id without reading weights."""
     if name is None:
         return
+    if field == "mask":
+        name = shipped_folder(name)
     folder = Path(name)
     if folder.is_dir() and "subfolder" in hub_arguments:
         folder = folder / hub_arguments["subfolder"]

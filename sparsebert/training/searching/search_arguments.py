@@ -90,8 +90,8 @@ class PostHocArguments(CheckedFields, HubArguments):
         skip_bad (`bool`): Skip malformed rows of the task instead of stopping at the first one.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
-            pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
-            trains without a mask.
+            pattern or of a mask that comes with the package. Parameters of a pattern that vary its sparsity are chosen
+            to come closest to `target_sparsity`. `"dense"` trains without a mask.
         mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.
         mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
