@@ -129,7 +129,7 @@ def diagnose(
         if mask is None:
             setting = Setting(dtype, size, **flags, length=length)
         else:
-            setting = Setting.of(request, longest, *mask_tile_shares(mask, length, TILE_SIZE))
+            setting = replace(Setting.of(request, longest, *mask_tile_shares(mask, length, TILE_SIZE)), length=length)
         able = [name for name in candidates if refusal(name, request) is None]
         asked.append((setting, (*able, TRUSTED)))
     reasons = {name: refusal(name, general) for name in BACKENDS}

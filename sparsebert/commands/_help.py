@@ -68,7 +68,7 @@ def verb_help(verb: str, command: Command, everything: bool) -> str:
         elif cls is not Printing:
             parts.append("\n".join([f"{section}:", *_listed_fields(section, cls, command)]))
     if not everything:
-        parts.append(f"With --json, results are printed as JSON. All fields, explained: sparsebert {verb} --help-all")
+        parts[-1] += f"\nWith --json, results are printed as JSON. All fields, explained: sparsebert {verb} --help-all"
     return "\n\n".join(parts)
 
 

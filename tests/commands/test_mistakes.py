@@ -183,7 +183,7 @@ def test_command_lines(check, words, said):
         ("data:\n  pruning: 0.9\n", "data.pruning must be fields such as {name: value}, got 0.9"),
         ("training:\n  learning_rate: 1,5e-4\n", "training.learning_rate must be a number, got '1,5e-4'"),
         ("training:\n  learning_rate: .nan\n", "learning_rate must be a number of at least 0, got nan"),
-        ("model:\n  target_sparsity: 90\n", "target_sparsity must be in (0, 1), got 90.0"),
+        ("model:\n  target_sparsity: 90\n", "target_sparsity must be in (0, 1), got 90"),
         ("model:\n  search: off\n", "search must be one of 'soft', ... got 'off'"),
         ("model:\n  pattern: window\n  pattern_kwargs: window_size=3\n", "model.pattern_kwargs must be fields"),
         ("", "recipe r.yaml sets nothing"),
