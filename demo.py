@@ -68,6 +68,8 @@ def compare(minilm, masked, engine):
     """For each way to read the documents its seconds, by engine, and its reciprocal ranks."""
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     rows, passages = choose_documents(tokenizer)
+    if len(rows) < 2:
+        sys.exit(f"the installed packages have no documentation of more than {LENGTH + GAP + QUERY} tokens")
     short = AutoModel.from_pretrained(minilm).eval()
     asked, _ = embed(short, tokenizer, passages)
     halves = [[row[: HALF - 2] for row in rows], [row[HALF - 2 :][: HALF - 2] for row in rows]]

@@ -1,6 +1,7 @@
 """What sentence-transformers keeps beside a model: its modules (pooling, normalization, ...) and settings."""
 
 import json
+import logging
 import shutil
 from contextlib import suppress
 from os import PathLike
@@ -9,6 +10,8 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+
+logger = logging.getLogger(__name__)
 
 _MODULES_NAME = "modules.json"
 _SETTINGS = ("config_sentence_transformers.json", "sentence_*_config.json")
@@ -27,8 +30,20 @@ def sentence_length(folder: str | PathLike) -> int | None:
     if not (folder / _MODULES_NAME).is_file():
         return None
     settings = [*sorted(folder.glob(_SETTINGS[1])), folder / "tokenizer_config.json"]
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in settings if path.is_file()]
+    read = [_read(path, dict) or {} for path in settings if path.is_file()]
     return next((one[name] for one in read for name in ("max_seq_length", "model_max_length") if one.get(name)), None)
+
+
+def _read(path, kind):
+    """The JSON of a file; `None`, with a warning, if it does not hold what is expected."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if isinstance(content, kind):
+        return content
+    logger.warning(f"{path} is damaged: it is passed over")
+    return None
 
 
 def copy_sentence_files(
@@ -46,13 +61,15 @@ def copy_sentence_files(
     root = root / (subfolder or "")
     if not (root / _MODULES_NAME).is_file():
         return
-    modules = json.loads((root / _MODULES_NAME).read_text(encoding="utf-8"))
-    places = [str(module.get("path", "")) for module in modules]
+    modules = _read(root / _MODULES_NAME, list)
+    if modules is None:
+        return
+    places = [str(module.get("path", "")) for module in modules if isinstance(module, dict)]
     for name in places:
         if name and Path(name).name == name and (root / name).is_dir():
             shutil.copytree(root / name, folder / name, dirs_exist_ok=True)
     for path in (root / _MODULES_NAME, *(path for pattern in _SETTINGS for path in root.glob(pattern))):
         shutil.copyfile(path, folder / path.name)
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = _read(path, (dict, list)) or {}
         if length is not None and "max_seq_length" in settings:
             (folder / path.name).write_text(json.dumps(settings | {"max_seq_length": length}, indent=2) + "\n")

@@ -169,6 +169,15 @@ def test_what_sentence_transformers_adds_is_kept(checkpoints, tmp_path):
     assert {name: json.loads((tmp_path / "out" / name).read_text()) for name in files} == files
 
 
+@pytest.mark.parametrize("name", ["modules.json", "sentence_bert_config.json"])
+def test_damaged_files_of_sentence_transformers_are_named(checkpoints, tmp_path, caplog, name):
+    shutil.copytree(checkpoints["stock"], tmp_path / "model")
+    (tmp_path / "model/modules.json").write_text("[]")
+    (tmp_path / "model" / name).write_text('{"max_seq')
+    words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 0 and f"{name} is damaged" in caplog.text
+
+
 def test_the_command_leaves_no_mask_of_another_model(checkpoints, tmp_path):
     attach(head_model("bert"), "window", mask_length=16).save_pretrained(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
