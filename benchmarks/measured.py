@@ -125,7 +125,7 @@ TABLES = {
     },
     **{
         f"reproduce.{name}.rest": lambda name=name: reproduced(name, REPRODUCED / "rest")
-        for name in ("minilm", "minilm_tasks")
+        for name in ("minilm", "minilm_settings", "minilm_tasks")
     },
     **{
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
