@@ -2,11 +2,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertModel, MPNetModel
 
 from sparsebert import SparseMask, attach, calibrate_rest
+from sparsebert.attention.distance_bias import distance_table
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import keys_of_rest, pooled_rest
+from sparsebert.models.families.mpnet import bias_by_distance
 from sparsebert.training.searching.matching import carrier
 from sparsebert.training.searching.rest_bias import calibrated
 
@@ -14,14 +16,22 @@ from sparsebert.training.searching.rest_bias import calibrated
 HEADS, LENGTH = 4, 24
 
 
-@pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
-def test_calibrated_rest_gets_the_attention_of_what_is_removed(special_tokens):
-    torch.manual_seed(0)
-    config = BertConfig(
+def a_model(made=BertModel):
+    config = made.config_class(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=64, vocab_size=50,
-        max_position_embeddings=LENGTH, initializer_range=0.3,
+        max_position_embeddings=LENGTH + 2, initializer_range=0.3,
     )  # fmt: skip
-    model = BertModel(config).eval()
+    return made(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("made", "special_tokens"),
+    [(BertModel, "none"), (BertModel, "first"), (BertModel, "first_last"), (MPNetModel, "first_last")],
+)
+def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tokens):
+    """Of an MPNet, whose bias per distance the rest has not, too."""
+    torch.manual_seed(0)
+    model = a_model(made)
     keep = torch.arange(LENGTH).expand(2, HEADS, -1) % 5 == 0
     mask = SparseMask(keep, LENGTH, "offsets", special_tokens=special_tokens, rest="mean")
     attach(model, mask)
@@ -42,13 +52,13 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(special_tokens):
         calibrate_rest(model, [ids])
 
     # The first layer, from its own queries and keys.
-    attention = model.encoder.layer[0].attention.self
-    states = model.embeddings(ids)
-    query, key = (
-        layer(states).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (attention.query, attention.key)
-    )
+    attention, biased = model.encoder.layer[0].attention, made is MPNetModel
+    parts = (attention.attn.q, attention.attn.k) if biased else (attention.self.query, attention.self.key)
+    query, key = (part(model.embeddings(ids)).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
     scale = query.shape[-1] ** -0.5
     scores, removed = query @ key.mT * scale, ~mask.to_table()[0]
+    if biased:
+        scores = scores + distance_table(bias_by_distance(model, LENGTH), LENGTH, LENGTH)
     inputs = MaskInputs("sparse_eager", LENGTH, LENGTH, rest=(torch.zeros(HEADS),))
     keys = keys_of_rest(inputs, special_tokens, "real")
     rest = pooled_rest(query, key, key, replace(inputs, rest_keys=keys), scale)

@@ -72,7 +72,14 @@ def calibrated(
                 raise ValueError("the batches that a rest is calibrated with must have no padding")
             removed = ~mask.to_table(inputs_of(batch)["input_ids"].shape[1]).to(model.device)
             found: list[torch.Tensor] = []
-            with recorded(modules, found, lambda output: _missing(output[1].float(), removed, len(found), mask)):  # noqa: B023
+            distances: list[tuple[torch.Tensor | None, ...]] = []
+
+            def missing(output, removed=removed, found=found, distances=distances):
+                layer, (added,) = len(found), distances
+                each = (part[layer % len(part)] for part in (removed, added))
+                return _missing(output[1].float(), *each, mask)
+
+            with recorded(modules, found, missing), recorded([dense], distances, lambda made: made.distance_bias):
                 model.base_model(**inputs_of(batch))
             means.append(torch.stack(found))
     if not means:
@@ -81,16 +88,17 @@ def calibrated(
     return mask.replace(rest_bias=bias.clamp(-_LARGEST, _LARGEST))
 
 
-def _missing(probs, removed, layer, mask):
+def _missing(probs, removed, added, mask):
     """
-    By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what is removed differs from that of
-    the rest, `(H,)`. The scores that the rest is made of are the logarithms of these probabilities, up to a constant
-    per query which cancels out.
+    By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what is removed, `(H, n, n)`,
+    differs from that of the rest, `(H,)`. The scores that the rest is made of are the logarithms of these
+    probabilities without what is added by distance, `(H, n, n)` or `None`, up to a constant per query which cancels
+    out.
     """
-    removed = removed[layer % len(removed)]  # (H, n, n)
     number, length = SPECIAL_TOKENS.index(mask.special_tokens), probs.shape[-1]
     others = slice(min(number, 1), length - (number == 2))
-    scores = probs.clamp(min=_LEAST).log()[..., others]
+    scores = probs.clamp(min=_LEAST).log()
+    scores = (scores if added is None else scores - added)[..., others]
     mean = scores[:, :, others].mean(2)
     weights = mean.softmax(-1)
     constant = mean.logsumexp(-1) - (weights * mean).sum(-1) - torch.tensor(float(scores.shape[-1])).log()
