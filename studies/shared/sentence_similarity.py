@@ -1,5 +1,5 @@
 """
-Sentence embeddings of an encoder without fine-tuning, and their score on pairs of sentences.
+Sentence embeddings of an encoder without fine-tuning, and their score on the pairs of sentences of a GLUE task.
 
 Letters: N sentences, B batch, n length, D hidden size.
 """
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_pairs(stsb: str) -> None:
-    """Check that there is a folder with the validation split of STS-B."""
-    if not Path(stsb).is_dir():
-        raise FileNotFoundError(f"stsb: there is no folder {stsb!r}")
-    if "validation" not in glue.splits("stsb", stsb):
-        raise ValueError(f"stsb {stsb} lacks the file of the validation split")
+def check_pairs(data: str, task: str = "stsb") -> None:
+    """Check that there is a folder, that of STS-B if it is not told, with the validation split of a task of GLUE."""
+    if not Path(data).is_dir():
+        raise FileNotFoundError(f"{task}: there is no folder {data!r}")
+    if "validation" not in glue.splits(task, data):
+        raise ValueError(f"{task}: {data} lacks the file of the validation split")
 
 
-def read_pairs(stsb: str) -> "datasets.Dataset":
-    """The validation split of STS-B: `text`, `text_pair` and `label`."""
-    return glue.load("stsb", stsb, ["validation"])["validation"]
+def read_pairs(data: str, task: str = "stsb") -> "datasets.Dataset":
+    """The validation split: `text`, `text_pair` and `label`."""
+    return glue.load(task, data, ["validation"])["validation"]
 
 
 def embed(
@@ -61,19 +61,23 @@ def embed_pairs(model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datase
     return embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
 
 
+def pair_cosines(embeddings: torch.Tensor) -> torch.Tensor:
+    """The cosine of both sentences of every pair: `(N,)`, of what [`embed_pairs`] returns."""
+    return torch.mul(*embeddings.chunk(2)).sum(-1)
+
+
 def similarity(
     model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset", dense: torch.Tensor | None = None
 ) -> dict[str, float]:
     """
-    How well the cosines of a model's embeddings rank the pairs of STS-B: Spearman's correlation with the labels
+    How well the cosines of a model's embeddings rank pairs of sentences: Spearman's correlation with the labels
     (`"spearman"`); the fraction that the model's mask removes at its own length (`"sparsity"`) and on these sentences
     (`"input_sparsity"`); the `"cosine"` of the embeddings with the `dense` ones and its 5 % quantile (`"cosine_5"`).
     """
-    count = len(pairs)
     embeddings, lengths = embed_pairs(model, tokenizer, pairs)
-    cosines = (embeddings[:count] * embeddings[count:]).sum(-1)
+    cosines = pair_cosines(embeddings)
     mask = getattr(sparse_attention_of(model), "mask", None)
-    agreement = torch.ones(2 * count) if dense is None else (embeddings * dense).sum(-1)
+    agreement = torch.ones(len(embeddings)) if dense is None else (embeddings * dense).sum(-1)
     return {
         "sparsity": 0.0 if mask is None else mask.sparsity,
         "input_sparsity": 0.0 if mask is None else input_sparsity(mask, lengths),

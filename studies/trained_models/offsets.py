@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 
@@ -104,18 +105,22 @@ def recurring(metrics, name):
 
 
 def _draw(finished: Cells, path: Path, title: str) -> None:
-    """Both curves of the first mask, one above the other."""
-    metrics = next(iter(finished.values()))["metrics"]
+    """What the masks keep, above the similarity of the position embeddings, that of the first mask's model."""
     figure = new_figure(8, 4.2, "constrained")
-    axes = figure.subplots(2, 1, sharex=True)
-    labels = {"kept": "heads that keep it", "similarity": "similarity of\nposition embeddings"}
-    for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        axis.plot(metrics[name], lw=1.2, color="tab:blue" if name == "kept" else "tab:orange")
-        axis.set_ylabel(label)
+    above, below = figure.subplots(2, 1, sharex=True)
+    for cell, color in zip(finished.values(), cycle(["tab:blue", "tab:red", "tab:green", "tab:purple"])):
+        above.plot(cell["metrics"]["kept"], lw=1.2, color=color, label=cell["settings"]["system"].replace("_", " "))
+    metrics = next(iter(finished.values()))["metrics"]
+    below.plot(metrics["similarity"], lw=1.2, color="tab:orange")
+    above.set_ylabel("heads that keep it")
+    below.set_ylabel("similarity of\nposition embeddings")
+    if len(finished) > 1:
+        above.legend()
+    for axis in (above, below):
         axis.grid(alpha=0.3)
-    axes[0].set_ylim(0, 1)
-    axes[1].set_xlabel("distance |i - j| between query and key, tokens")
-    axes[1].set_xlim(0, metrics["length"])
+    above.set_ylim(0, 1)
+    below.set_xlabel("distance |i - j| between query and key, tokens")
+    below.set_xlim(0, metrics["length"])
     save_figure(figure, path)
 
 

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
         ("separators", {"masks": ["dam_u"]}, "masks must be one of 'dam_s'"),
         ("separators", {"text": None}, "there is no file None"),
         ("offsets", {"masked": ["nowhere"]}, "nowhere"),
-        ("sentences", {"stsb": None}, "--stsb is needed"),
+        ("sentences", {"data": None}, "--data is needed"),
         ("positions", {"documents": 1}, "documents must be an integer of at least 2"),
         ("cramming", {"recipes": ["small"]}, "recipes must be one of 'cramming', 'paper'"),
         ("cramming", {"fields": {"hiden_size": 4}}, "hiden_size"),

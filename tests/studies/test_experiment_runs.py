@@ -305,8 +305,10 @@ def test_sentences_through_masks_and_models(run_cells, checkpoints, tmp_path):
     mask.save_pretrained(tmp_path / "mask")
     attach(AutoModel.from_pretrained(checkpoints["stock"]), mask).save_pretrained(tmp_path / "whole")
     masked = [str(tmp_path / "mask"), str(tmp_path / "whole")]
-    _, cells = run_cells("sentences", ["dense", "mask", "whole", "random_0.9"], masked=masked)
-    rows = {name: cell["metrics"] for name, cell in cells.items()}
+    _, cells = run_cells(
+        "sentences", [f"stsb_{name}" for name in ("dense", "mask", "whole", "random_0.9")], masked=masked
+    )
+    rows = {name.removeprefix("stsb_"): cell["metrics"] for name, cell in cells.items()}
     assert rows["dense"]["cosine"] == 1 and rows["dense"]["input_sparsity"] == 0
     for name in ("sparsity", "input_sparsity", "cosine", "spearman"):
         assert rows["mask"][name] == pytest.approx(rows["whole"][name], abs=1e-5)
