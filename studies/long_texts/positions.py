@@ -64,7 +64,7 @@ def _check(cell):
     check_texts(cell, "text")
     if cell["stsb"] is None:
         raise ValueError("--stsb is needed: a folder of STS-B")
-    check_pairs(cell["stsb"])
+    check_pairs("stsb", cell["stsb"])
 
 
 def ends_of(documents, tokenizer, longest):

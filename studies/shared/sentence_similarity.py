@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_pairs(data: str, task: str = "stsb") -> None:
-    """Check that there is a folder, that of STS-B if it is not told, with the validation split of a task of GLUE."""
-    if not Path(data).is_dir():
-        raise FileNotFoundError(f"{task}: there is no folder {data!r}")
-    if "validation" not in glue.splits(task, data):
-        raise ValueError(f"{task}: {data} lacks the file of the validation split")
+def check_pairs(field: str, folder: str, task: str = "stsb") -> None:
+    """Check that the folder that a field names, of GLUE or of the task, has the validation split of a task."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{field}: there is no folder {folder!r}")
+    if "validation" not in glue.splits(task, folder):
+        raise ValueError(f"{field} {folder} lacks the file of the validation split of {task}")
 
 
 def read_pairs(data: str, task: str = "stsb") -> "datasets.Dataset":

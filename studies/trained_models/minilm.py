@@ -147,7 +147,7 @@ def check(cell: dict[str, Any]) -> None:
         located(cell["model"])
     check_texts(cell)
     if cell["stsb"] is not None:
-        check_pairs(cell["stsb"])
+        check_pairs("stsb", cell["stsb"])
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _check(cell):
     check_choice("tasks", cell["task"], TASKS)
     if cell["data"] is None:
         raise ValueError("--data is needed: a folder of GLUE")
-    check_pairs(cell["data"], cell["task"])
+    check_pairs("data", cell["data"], cell["task"])
     check_least(cell, 2, "max_pairs")
     if cell["sparsity"] is not None:
         matched_pattern(cell["mask"], cell["sparsity"], LENGTH, config.num_attention_heads)
