@@ -6,6 +6,7 @@ import functools
 import gc
 import gzip
 import importlib.metadata
+import itertools
 import json
 import lzma
 import os
@@ -16,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 
@@ -70,6 +72,12 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
+def covering(*axes):
+    """Rows for `parametrize`, as many as the longest axis has values, in which each value of every axis occurs."""
+    rows = range(max(map(len, axes)))
+    return [tuple(axis[(row + row // len(axis)) % len(axis)] for axis in axes) for row in rows]
+
+
 def write_compressed(path, content):
     """Write text or bytes, compressed as the name of the file says, in a folder that may be new; returns its path."""
     path.parent.mkdir(exist_ok=True)
@@ -103,6 +111,26 @@ def pytest_collection_finish():
     # The garbage collector need not look again at what has been imported, which takes a second each time.
     gc.collect()
     gc.freeze()
+    hurry()
+
+
+def hurry():
+    """Leave out what takes a fifth of the time of a small run and changes no result."""
+    os.fsync = lambda handle: None  # no test survives a loss of power
+    if not torch.cuda.is_available():
+        # Each seed is kept for these devices, with the stack of its call.
+        for device in (torch.cuda, torch.mtia, torch.xpu):
+            device._lazy_call = lambda *args, **kwargs: None
+    modules = {name: sys.modules.get(name) for name in ("accelerate", "datasets")}
+    if accelerate := modules["accelerate"]:
+        # It collects garbage after each training, and looks for DeepSpeed whenever it unwraps a model.
+        accelerate.utils.memory.gc = types.SimpleNamespace(collect=lambda: None)
+        accelerate.utils.other.is_deepspeed_available = functools.cache(accelerate.utils.is_deepspeed_available)
+    if datasets := modules["datasets"]:
+        # It hashes every table and function for the names of cached files, which tables in memory do not have.
+        numbers = itertools.count()
+        for module in (datasets.arrow_dataset, datasets.fingerprint):
+            module.generate_fingerprint = module.update_fingerprint = lambda *args: f"{next(numbers):016x}"
 
 
 def pytest_collection_modifyitems(items):

@@ -35,11 +35,15 @@ def test_the_short_kernel(compiled):
         assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
 
 
-def test_kernels_on_lists_neither_spill_nor_wait(compiled):
-    lines = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
-    assert {line["drop"] + line["rest"] for line in lines} == {"nono", "noyes", "yesno", "yesyes"}
-    for line in lines:
-        assert line["spill"] == "0/0" and float(line["ahead"]) >= 1
+def test_kernels_on_lists_neither_spill_nor_wait(compiled, monkeypatch):
+    """One of them: with all that takes registers."""
+    from benchmarks import compile_triton
+
+    every = compile_triton.variants
+    fullest = lambda *args: [variant for variant in every(*args) if variant.dropout and variant.rest]  # noqa: E731
+    monkeypatch.setattr(compile_triton, "variants", fullest)
+    (line,) = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
+    assert line["spill"] == "0/0" and float(line["ahead"]) >= 1
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ def test_encoders_with_weights_and_text(encoder_words, tmp_path):
     assert cell["systems"]["sparse float32 openvino"]["cosine"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_encoders_of_texts_of_mixed_lengths(encoder_words, tmp_path):
     pytest.importorskip("sentence_transformers")
     encoders.run([*encoder_words, "--precisions", "float32", "--lengths", "40", "--encode"])
@@ -526,6 +527,7 @@ def test_queue_lists_and_refuses(capsys):
     assert "there is no entry 16, only 1, 2, 3, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lease_at_tiny_size(tmp_path, monkeypatch):
     """Its parts write their cells, without an error; the lease puts them together and outlives what fails."""
     for part in ("finite", "models", "auto"):

@@ -245,7 +245,7 @@ def test_tiles_without_a_table(causal):
     """The share of live tiles, and that of full ones."""
     found = set()
     for mask in cases():
-        for length, side in itertools.product((5, mask.length, 33), (1, 3, 16)):
+        for length, side in ((5, 3), (5, 16), (mask.length, 3), (33, 1), (33, 16)):
             expected = tile_shares(base_table(mask, length, causal).flatten(0, 1), side)
             found_shares = mask_tile_shares(mask, length, side, causal)
             assert found_shares == pytest.approx(expected), (mask, length, side)

@@ -264,7 +264,7 @@ def check_saved(model, policy):
     check(export(model, longest=MASK_LENGTH if bounded else POSITIONS).module(), model, shapes=(*SHAPES, *beyond))
 
 
-@pytest.mark.parametrize("name, policy", [("offsets", "extend"), ("table", "dense"), ("blocks", "error")])
+@pytest.mark.parametrize("name, policy", [("offsets", "extend"), ("blocks", "error")])
 def test_saved_code_is_exported_for_any_length(saved, name, policy):
     """The code that runs a model without this package."""
     model, _ = saved(name, length_policy=policy)

@@ -48,7 +48,14 @@ def test_every_setting_is_explained_and_plain(name):
         assert experiment.cells(experiment.arguments(**own | absent))
 
 
-@EVERY
+# Cells of these are run from end to end in test_experiment_runs.py.
+RUN = ("language_modelling", "minilm", "minilm_mixers", "mixers", "sentences")
+RUN += ("sparsebert_figure7", "sparsebert_table1", "sparsebert_table2", "sparsebert_table3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in RUN)) for name in EXPERIMENTS]
+)
 def test_smallest_run(name, run_cells, smallest, tmp_path, monkeypatch):
     """A new experiment is tested by this alone: a cell of its scale "tiny", with its smallest settings."""
     experiment, settings = EXPERIMENTS[name], smallest(name)

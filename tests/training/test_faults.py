@@ -503,7 +503,8 @@ def full_disk(saved_run, pretraining_flags, said, small_files, monkeypatch, tmp_
         ("training_args.bin", (torch, "save"), torch_says),
         ("metrics.json", (run_life, "write_metrics"), opened),
     ):
-        words = pretraining_flags(output := tmp_path / Path(name).stem, *SEARCH, "--save_strategy", "no")
+        flags = (*SEARCH, "--save_strategy", "no", "--max_steps", 1)
+        words = pretraining_flags(output := tmp_path / Path(name).stem, *flags)
         with monkeypatch.context() as patch:
             if place is None:
                 small_files(20_000)

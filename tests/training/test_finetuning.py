@@ -273,7 +273,11 @@ def test_unknown_task_arguments(options):
 # Runs
 
 
-@pytest.mark.parametrize("task", TASKS)
+# Of GLUE, those that differ in more than their data.
+LIKE_RTE = ("mrpc", "qnli", "qqp", "sst2", "wnli")
+
+
+@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t in LIKE_RTE)) for t in TASKS])
 def test_a_run_of_each_task(options, task_data, tmp_path, task):
     fields = {"data": task_data(task)}
     if task == "builtin":
