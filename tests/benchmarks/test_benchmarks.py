@@ -170,20 +170,24 @@ def encoder_words(tmp_path, tiny_config, word_tokenizer):
     return [*words, "--mask", "window:4", "--output", str(tmp_path / "out"), "--engines", "pytorch", "openvino"]
 
 
-def test_encoders_with_weights_and_text(encoder_words, tmp_path):
+def test_encoders_with_weights_and_text(encoder_words, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "FIXED", "float32 openvino")  # int8 takes longer
     encoders.run([*encoder_words, "--precisions", "float32", "--lengths", "64"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
     assert "--text text.txt" in json.loads((tmp_path / "out.json").read_text())["command"]  # not where it was
     assert set(cell["speed_up"]) == {"float32", "float32 openvino", "best", "limit"}
-    assert cell["systems"]["sparse float32 openvino"]["cosine"] == pytest.approx(1, abs=1e-5)
+    for system in ("sparse float32 openvino", "dense float32 openvino static"):
+        assert cell["systems"][system]["cosine"] == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.slow
-def test_encoders_of_texts_of_mixed_lengths(encoder_words, tmp_path):
+def test_encoders_of_texts_of_mixed_lengths(encoder_words, tmp_path, monkeypatch):
     pytest.importorskip("sentence_transformers")
+    monkeypatch.setattr(encoders, "FIXED", "float32 openvino")
     encoders.run([*encoder_words, "--precisions", "float32", "--lengths", "40", "--encode"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert not any(system.endswith("static") for system in cell["systems"])
     assert cell["inputs"] == "encode" and set(cell["best"]) == {"dense", "sparse", "diagonal"}
 
 
@@ -192,7 +196,13 @@ def test_encoders_in_every_engine(encoder_words, tmp_path):
     pytest.importorskip("onnxruntime")
     encoders.run([*encoder_words, "onnxruntime", "--lengths", "32"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
-    assert {"dense int8 onnxruntime", "dense float32 onnxruntime", "sparse int8 openvino"} <= set(cell["systems"])
+    engines = {
+        "dense int8 onnxruntime",
+        "dense float32 onnxruntime",
+        "sparse int8 openvino",
+        "dense int8 openvino static",
+    }
+    assert engines <= set(cell["systems"])
     assert all(entry["cosine"] > 0.9 for entry in cell["systems"].values())
 
 

@@ -114,6 +114,11 @@ struct Singles {
   static void add_scaled(Vec* sums, const float* factors, Vec value) { sums[0] += factors[0] * value; }
   static Vec sum(const Vec* sums) { return sums[0]; }
   static float packed(const float* channels) { return channels[0]; }
+  static Vec rounded(Vec weight) { return weight; }
+  static Vec weights(Vec one, Vec) { return one; }
+  static void add_rows(Vec* sums, Vec weight, Vec one, Vec) { sums[0] += weight * one; }
+  static void sort(Vec*) {}
+  static Vec exponential(Vec x) { return ::exponential(x); }
 };
 #if defined(__AVX512BF16__)
 struct Pairs {  // of bfloat16, whose products are exact
@@ -137,6 +142,29 @@ struct Pairs {  // of bfloat16, whose products are exact
   static Vec sum(const Vec* sums) { return sums[0] + sums[1]; }
   static float packed(const float* channels) {
     return as_float(to_bfloat16(channels[0]) | uint32_t{to_bfloat16(channels[1])} << 16);
+  }
+  static Vec rounded(Vec weight) { return (Vec)(((IntVec)weight + 0x8000) & -65536); }
+  // The weights of two values.
+  static Vec weights(Vec one, Vec other) {
+    return (Vec)(((IntVec)rounded(one) >> 16 & 0xFFFF) | (IntVec)rounded(other));
+  }
+  // Adds two rows of values to sums, which `sort` puts in order.
+  static void add_rows(Vec* sums, Vec weight, Vec one, Vec other) {
+    asm("" : "+v"(other));  // or it would be loaded twice
+    sums[0] = add_products(sums[0], weight, (Vec)_mm512_unpacklo_epi16((__m512i)one, (__m512i)other));
+    sums[1] = add_products(sums[1], weight, (Vec)_mm512_unpackhi_epi16((__m512i)one, (__m512i)other));
+  }
+  // exp(x) with a relative error of 1e-4 at most, less than weights are rounded by.
+  static Vec exponential(Vec x) {
+    const __m512 y = (__m512)(x * 1.44269504f);
+    const Vec r = (Vec)_mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const Vec power = ((r * 0.0780243892f + 0.226067393f) * r + 0.695833441f) * r + 0.999925229f;
+    return (Vec)_mm512_scalef_ps((__m512)power, y);
+  }
+  static void sort(Vec* sums) {
+    const Vec low = sums[0], high = sums[1];
+    sums[0] = SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    sums[1] = SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 };
 #endif

@@ -1,16 +1,17 @@
 // The forward of attention under a mask in a Toeplitz form, W queries of a head at a time.
 //
-// Keys and values are packed transposed: a row of channel c holds that channel of all keys. The scores of W adjacent
-// queries with the keys at one distance are then sums of products of adjacent numbers, and so are their outputs: no
-// sum across a vector, and one list of distances for all queries. With blocks of tokens, the W queries share their keys
-// instead. The entries of the first and the last token are apart from both: their columns are read as keys that the
-// queries share, their rows are computed on their own, unless they are like all others. The rest is one more key that
-// the queries share.
+// Keys are packed transposed: a row of channel c holds that channel of all keys. The scores of W adjacent queries with
+// the keys at one distance are then sums of products of adjacent numbers: no sum across a vector, and one list of
+// distances for all queries. With blocks of tokens, the W queries share their keys instead. Values are packed as rows:
+// W numbers that begin at a cache line are read twice as fast as W across two lines. The entries of the first and the
+// last token are apart from both: their columns are read as keys that the queries share, their rows are computed on
+// their own, unless they are like all others. The rest is one more key that the queries share.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
 #pragma once
 
+#include <array>
 #include <numeric>
 
 #include "rest.h"
@@ -38,8 +39,8 @@ inline void read_columns(const Rows& rows, int64_t b, int64_t h, int64_t i, int6
   for (int64_t c = 0; c < R; c += W) transpose(from + c, from_stride, to + c * stride, stride);
 }
 
-// The keys or values of a head, transposed. Column j is that of key j. Zeros are beyond both ends, so that W keys may
-// be read of which but one is there, and in the place of keys that are padding, which may not be finite.
+// The keys of a head, transposed. Column j is that of key j. Zeros are beyond both ends, so that W keys may be read of
+// which but one is there, and in the place of keys that are padding, which may not be finite.
 template <class Format, int D>
 struct Columns {
   int64_t stride;  // an odd number of cache lines, since otherwise all channels of a key would use the same cache set
@@ -68,29 +69,59 @@ inline Vec at(const float* place) {
 template <class Format, int64_t C, bool SHIFTED>
 inline void add_scores(const Vec* queries, const float* keys, int64_t stride, const int32_t* places, int64_t count,
                        float* scores) {
+  Vec q[C];  // in registers, even where the compiler makes this a function of its own
+#pragma GCC unroll 16
+  for (int64_t c = 0; c < C; ++c) q[c] = queries[c];
   for (int64_t t = 0; t < count; ++t) {
     Vec sum = load(scores + t * W);
     const float* key = keys + places[t];
 #pragma GCC unroll 16
-    for (int64_t c = 0; c < C; ++c) sum = Format::add_products(sum, queries[c], at<SHIFTED>(key + c * stride));
+    for (int64_t c = 0; c < C; ++c) sum = Format::add_products(sum, q[c], at<SHIFTED>(key + c * stride));
     store(scores + t * W, sum);
   }
 }
 
-// sums += sum_t weights[t] * values at places[t], for C rows of channels. GUARDED: a weight of 0 hides its value.
-template <class Format, int64_t C, bool SHIFTED, bool GUARDED>
-inline void add_values(const float* weights, const float* values, int64_t stride, const int32_t* places, int64_t count,
-                       Vec* sums) {
-  for (int64_t t = 0; t < count; ++t) {
-    const Vec weight = load(weights + t * W);
-    const float* value = values + places[t];
+// sums += the values at `places` times the weights[t * W + l] of query l, for W queries. Destroys the weights.
+template <class Format, int D, bool SHIFTED>
+inline void add_values(float* weights, const float* values, const int32_t* places, int64_t count, float* sums) {
+  constexpr int64_t size = Format::size, R = D / size;
+  constexpr int64_t Q = std::min(W, 16 * W / D);  // queries whose sums fit the registers
+  for (int64_t t = 0; size > 1 && t < count; t += size)
+    store(weights + t / size * W,
+          Format::weights(load(weights + t * W), t + 1 < count ? load(weights + (t + 1) * W) : Vec{}));
+  for (int64_t l = 0; l < W; l += Q) {
+    Vec sum[Q * D / W];
+    for (int64_t k = 0; k < Q * D / W; ++k) sum[k] = load(sums + l * D + k * W);
+    for (int64_t t = 0; t < count; t += size) {
+      const float* const weight = weights + t / size * W + l;
+      const float* const one = values + places[t] * R + (SHIFTED ? l * R : 0);
+      const float* const other = values + places[std::min(t + size, count) - 1] * R + (SHIFTED ? l * R : 0);
 #pragma GCC unroll 16
-    for (int64_t c = 0; c < C; ++c) {
-      Vec x = at<SHIFTED>(value + c * stride);
-      if (GUARDED) x = (Vec)((IntVec)x & (weight != 0.0f));
-      Format::add_weighted(sums + c * Format::size, weight, x);
+      for (int64_t k = 0; k < Q; ++k)
+#pragma GCC unroll 16
+        for (int64_t c = 0; c < R / W; ++c) {
+          const Vec x = load(one + (SHIFTED ? k * R : 0) + c * W), y = load(other + (SHIFTED ? k * R : 0) + c * W);
+          Format::add_rows(sum + k * D / W + c * size, broadcast_bits(weight + k), x, y);
+        }
     }
+    for (int64_t k = 0; k < Q * D / W; ++k) store(sums + l * D + k * W, sum[k]);
   }
+}
+
+// The same for keys that W queries share; a weight of 0 hides its value.
+template <class Format, int D>
+inline void add_guarded(const float* weights, const float* values, const int32_t* places, int64_t count, float* sums) {
+  constexpr int64_t size = Format::size, R = D / size;
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t l = 0; l < W; ++l) {
+      if (weights[t * W + l] == 0) continue;
+      Vec sum[D / W];
+      read_vecs<D>(sums + l * D, sum);
+      for (int64_t c = 0; c < R / W; ++c)
+        Format::add_rows(sum + c * size, Format::weights(broadcast(weights[t * W + l]), Vec{}),
+                         load(values + places[t] * R + c * W), Vec{});
+      for (int64_t c = 0; c < D / W; ++c) store(sums + l * D + c * W, sum[c]);
+    }
 }
 
 // scores[j] = query . key j for N W keys
@@ -105,9 +136,9 @@ inline void set_scores(const float* query, const float* keys, int64_t stride, fl
   for (int64_t k = 0; k < N; ++k) store(scores + k * W, Format::sum(sums + k * Format::size));
 }
 
-// sum = sum_j weights[j] * value j for the first `count` values, up to a multiple of W
+// sum = sum_j weights[j] * key j for the first `count` keys, up to a multiple of W
 template <class Format, int D>
-inline void weighted_sum(const float* weights, const Columns<Format, D>& values, int64_t count, float* sum) {
+inline void weighted_sum(const float* weights, const Columns<Format, D>& keys, int64_t count, float* sum) {
   constexpr int64_t V = W / Format::size;
   for (int64_t c = 0; c < D / Format::size; c += V) {
     Vec sums[W] = {}, part[W / 4];
@@ -115,7 +146,7 @@ inline void weighted_sum(const float* weights, const Columns<Format, D>& values,
       const Vec weight = load(weights + j);
 #pragma GCC unroll 16
       for (int64_t k = 0; k < V; ++k)
-        Format::add_weighted(sums + k * Format::size, weight, load(values.data() + (c + k) * values.stride + j));
+        Format::add_weighted(sums + k * Format::size, weight, load(keys.data() + (c + k) * keys.stride + j));
     }
 #pragma GCC unroll 4
     for (int64_t g = 0; g < W / 4; ++g) part[g] = sum_lanes(sums[4 * g], sums[4 * g + 1], sums[4 * g + 2], sums[4 * g + 3]);
@@ -123,9 +154,9 @@ inline void weighted_sum(const float* weights, const Columns<Format, D>& values,
   }
 }
 
-// The softmax of W queries: turns their scores into numerators and returns the inverse of the sums, 0 where all are
-// LOW. REST: one more score follows, which counts as often as each query lacks one of `num_real` keys.
-template <bool REST>
+// The softmax of W queries: turns their scores into numerators, rounded, and returns the inverse of the sums, 0 where
+// all are LOW. REST: one more score follows, which counts as often as each query lacks one of `num_real` keys.
+template <class Format, bool REST>
 inline Vec softmax_numerators_of_each(float* scores, int64_t count, float scale, int64_t num_real) {
   Vec high = broadcast(LOW), total = {};
   for (int64_t t = 0; t < count + REST; ++t) {
@@ -136,14 +167,15 @@ inline Vec softmax_numerators_of_each(float* scores, int64_t count, float scale,
   for (int64_t t = 0; t < count; ++t) {
     const Vec x = load(scores + t * W);
     const IntVec none = x == broadcast(LOW);
-    const Vec p = none ? Vec{} : exponential((x - high) * scale);
+    const Vec p = none ? Vec{} : Format::rounded(Format::exponential((x - high) * scale));
     if (REST) removed -= none;
     total += p;
     store(scores + t * W, p);
   }
   if (REST) {
     const Vec x = load(scores + count * W);
-    const Vec p = removed == 0 ? Vec{} : __builtin_convertvector(removed, Vec) * exponential((x - high) * scale);
+    const Vec all = __builtin_convertvector(removed, Vec) * Format::exponential((x - high) * scale);
+    const Vec p = removed == 0 ? Vec{} : Format::rounded(all);
     total += p;
     store(scores + count * W, p);
   }
@@ -157,8 +189,9 @@ struct Toeplitz {
   static constexpr int64_t C = std::min<int64_t>(R, WIDTH == 16 ? 16 : 8);  // rows whose numbers fit the registers
   const Problem& p;
   const float query_scale, score_scale;  // one of both is the scale
-  Columns<Format, D> keys, values;
-  Buffer biases, scores, queries, sums, rows, distances;
+  Columns<Format, D> keys;
+  Buffer values;  // rows of the same numbers, with zeros like those of the keys
+  Buffer biases, scores, queries, sums, parts, distances;
   std::vector<int32_t> steps;
   std::vector<float> pooled;  // what is kept of the rest of the head
   float* const bias;  // added to the scores of a key: 0, or LOW where it is no key or one of the special tokens
@@ -167,12 +200,13 @@ struct Toeplitz {
 
   explicit Toeplitz(const Problem& p)
       : p(p), query_scale(Format::size == 1 ? p.scale : 1.0f), score_scale(Format::size == 1 ? 1.0f : p.scale),
-        keys(p.m), values(p.m), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W), sums(D * W),
-        rows(D * W), distances(p.distances ? 2 * p.m + W : 0), steps(p.m / W + 1), pooled(p.rest ? p.rest_size() : 0), bias(biases.data() + W),
-        rest(static_cast<int32_t>(p.m + W)) {
+        keys(p.m), values((p.m + 3 * W) * R), biases(keys.stride), scores((p.m + 2 * W) * W), queries(R * W),
+        sums(D * W), parts(D * W), distances(p.distances ? 2 * p.m + W : 0), steps(p.m / W + 1),
+        pooled(p.rest ? p.rest_size() : 0), bias(biases.data() + W), rest(static_cast<int32_t>(p.m + W)) {
     for (size_t t = 0; t < steps.size(); ++t) steps[t] = static_cast<int32_t>(t * W);
   }
 
+  float* value(int64_t j) { return values.data() + (j + W) * R; }
   bool has_all(int64_t r) const { return p.mask.rows && (r == s.first || r == s.last); }
 
   void pack(int64_t b, int64_t h) {
@@ -182,11 +216,13 @@ struct Toeplitz {
     std::fill(biases.data(), biases.data() + biases.size(), LOW);
     for (int64_t j = s.first_key; j < s.end_key; ++j) bias[j] = s.is_real(j) ? 0 : LOW;
     keys.pack(p.key, b, h, p.num_keys(b), bias);
-    values.pack(p.value, b, h, p.num_keys(b), bias);
+    for (int64_t j = 0, count = p.num_keys(b); j < count + W; ++j)
+      if (j < count && bias[j] == 0) Format::template read<D>(p.value, b, h, j, value(j));
+      else std::fill_n(value(j), R, 0.0f);
     if (p.rest) {
       pool(b, h);
-      set_rest(pooled.data(), keys);
-      set_rest(pooled.data() + p.query.d, values);
+      set_rest(pooled.data(), keys.data() + rest, keys.stride);
+      set_rest(pooled.data() + p.query.d, value(rest), 1);
     }
     set_special(LOW);
   }
@@ -194,7 +230,7 @@ struct Toeplitz {
   void pool(int64_t b, int64_t h) {
     const RestKeys listed(p, b);
     const int64_t count = p.num_keys(b);
-    alignas(64) float mean[D], key[D], value[D];
+    alignas(64) float mean[D], key[D], mean_value[D];
     float high = 0, *const weights = scores.data();
     mean_queries<D>(p, {b, h, h + 1}, listed, mean);
     int64_t j = 0;
@@ -206,18 +242,31 @@ struct Toeplitz {
     const Vec total = softmax_numerators(weights, count, &high), inverse = total == 0.0f ? Vec{} : 1.0f / total;
     for (j = 0; j < count; j += W) store(weights + j, load(weights + j) * inverse);
     weighted_sum<Format, D>(weights, keys, count, key);
-    weighted_sum<Format, D>(weights, values, count, value);
-    keep_rest(p, h, listed.count, key, value, mean, high, total[0], pooled.data());
+    Vec sum[D / W] = {};
+    for (j = 0; j < count; ++j)
+      for (int64_t c = 0; c < R / W; ++c)
+        Format::add_weighted(sum + c * Format::size, broadcast(weights[j]), load(value(j) + c * W));
+    constexpr int64_t size = Format::size;
+    for (int64_t c = 0; c < D; ++c) mean_value[c] = sum[c / (W * size) * size + c % size][c / size % W];
+    keep_rest(p, h, listed.count, key, mean_value, mean, high, total[0], pooled.data());
     std::copy_n(weights, count, pooled.data() + 3 * p.query.d + 1);
   }
 
   float rest_score() const { return pooled[2 * p.query.d] / score_scale; }
 
-  void set_rest(const float* row, Columns<Format, D>& columns) {
+  // output = sums in the order of channels, times a factor
+  static void set_output(const float* sums, Vec factor, float* output) {
+    Vec sum[D / W];
+    read_vecs<D>(sums, sum);
+    for (int64_t c = 0; c < D / W; c += Format::size) Format::sort(sum + c);
+    for (int64_t c = 0; c < D / W; ++c) store(output + c * W, sum[c] * factor);
+  }
+
+  void set_rest(const float* row, float* to, int64_t stride) {
     float channels[D] = {};
     std::copy_n(row, p.query.d, channels);
     for (int64_t c = 0; c < R; ++c)
-      columns.data()[c * columns.stride + rest] = Format::packed(channels + c * Format::size);
+      to[c * stride] = Format::packed(channels + c * Format::size);
   }
 
   // Adds what depends on the distance of a key to the first scores of queries r to r + W - 1.
@@ -301,17 +350,12 @@ struct Toeplitz {
       add_scores<Format, C, SHIFTED>(q, key + origin, stride, begin, listed, own);
       add_scores<Format, C, false>(q, key, stride, special, specials, shared);
     }
-    const Vec inverse = p.rest ? softmax_numerators_of_each<true>(own, count, score_scale, s.num_real)
-                               : softmax_numerators_of_each<false>(own, count, score_scale, s.num_real);
-    constexpr int64_t V = C / Format::size;
-    for (int64_t c = 0; c < R; c += V) {
-      Vec sum[C] = {};
-      const float* value = values.data() + c * stride;
-      add_values<Format, V, SHIFTED, false>(own, value + origin, stride, begin, listed, sum);
-      add_values<Format, V, false, true>(shared, value, stride, special, specials, sum);
-#pragma GCC unroll 16
-      for (int64_t k = 0; k < C; ++k) store(sums.data() + (c * Format::size + k) * W, sum[k] * inverse);
-    }
+    const Vec inverse = p.rest ? softmax_numerators_of_each<Format, true>(own, count, score_scale, s.num_real)
+                               : softmax_numerators_of_each<Format, false>(own, count, score_scale, s.num_real);
+    std::fill_n(sums.data(), W * D, 0.0f);
+    add_guarded<Format, D>(shared, value(0), special, specials, sums.data());
+    add_values<Format, D, SHIFTED>(own, value(origin), begin, listed, sums.data());
+    for (int64_t l = 0; l < W; ++l) set_output(sums.data() + l * D, broadcast(inverse[l]), sums.data() + l * D);
   }
 
   // The output of query r = first_row + i that attends to all keys.
@@ -320,6 +364,7 @@ struct Toeplitz {
     const int64_t stride = keys.stride, r = mask.first_row + i, most = mask.window >= 0 ? mask.window : p.m;
     const int64_t from = std::max(s.first_key, r - most), to = std::min(mask.causal ? r + 1 : s.end_key, r + most + 1);
     alignas(64) float query[R];
+    std::array<float, R> hidden{};
     Format::template read<D>(p.query, b, h, i, query);
     set_special(0);
     if (!mask.self) bias[r] = LOW;
@@ -345,36 +390,28 @@ struct Toeplitz {
     for (int64_t t = 0; t < count; t += W) store(scores.data() + t, load(scores.data() + t) * score_scale);
     const Vec total = softmax_numerators(scores.data(), count);
     const Vec inverse = total == 0.0f ? Vec{} : 1.0f / total;
-    constexpr int64_t V = C / Format::size;
-    for (int64_t c = 0; c < R; c += V) {
-      Vec sum[C] = {};
-      const float* value = values.data() + c * stride;
-      add_values<Format, V, true, true>(own, value + from, stride, steps.data(), vectors, sum);
-      if (others) add_values<Format, V, false, true>(scores.data(), value, stride, &rest, 1, sum);
-      for (int64_t k = 0; k < C; ++k) output[c * Format::size + k] = (sum_of(sum[k]) * inverse)[0];
-    }
+    std::fill_n(parts.data(), W * D, 0.0f);
+    if (others) add_guarded<Format, D>(scores.data(), value(0), &rest, 1, parts.data());
+    // A weight of 0 would not hide its own value.
+    if (!mask.self) std::swap_ranges(value(r), value(r) + R, hidden.data());
+    add_values<Format, D, true>(own, value(from), steps.data(), vectors, parts.data());
+    if (!mask.self) std::swap_ranges(value(r), value(r) + R, hidden.data());
+    for (int64_t c = D; c < W * D; ++c) parts.data()[c % D] += parts.data()[c];
+    set_output(parts.data(), inverse, output);
   }
 
   // The outputs of queries i to i + count - 1, at most W.
   void run(int64_t b, int64_t h, int64_t i, int64_t count, const Rows& output) {
     const int64_t r = p.mask.first_row + i;
-    bool plain = count == W, any = false;
-    for (int64_t l = 0; l < count; ++l) {
-      const bool live = s.is_real(r + l);
-      plain &= live && !has_all(r + l);
-      any |= live;
-    }
+    bool any = false;
+    for (int64_t l = 0; l < count; ++l) any |= s.is_real(r + l);
     if (any) {
       read_columns<Format, D>(p.query, b, h, i, count, [](int64_t) { return false; }, queries.data(), W);
       if (p.mask.block == 1) attend<true>(h, r);
       else attend<false>(h, r);
     }
-    const bool direct = plain && Singles::is_packed<D>(output);
-    float* const to = direct ? reinterpret_cast<float*>(output.row(b, h, i)) : rows.data();
-    for (int64_t c = 0; c < D; c += W) transpose(sums.data() + c * W, W, to + c, direct ? output.stride_n : D);
-    if (direct) return;
     for (int64_t l = 0; l < count; ++l) {
-      float* const row = rows.data() + l * D;
+      float* const row = sums.data() + l * D;
       if (!s.is_real(r + l)) std::fill(row, row + D, 0.0f);
       else if (has_all(r + l)) attend_to_all(b, h, i + l, row);
       output.write<D>(b, h, i + l, row);
