@@ -39,6 +39,9 @@ def run(values):
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"
         lines.append(f"{found}; the search took {metrics['seconds']['search']:.0f} s")
     lines.append(f"live tiles, which a GPU kernel computes: {metrics['live_tiles']:.1%} of those of 64 x 64 tokens")
+    plan = metrics["plan"]
+    choice, where = plan["choices"]["inference"], f"{plan['length']} tokens, {plan['device']}, {plan['dtype']}"
+    lines.append(f"inference by sparse_auto ({where}): {choice['backend']}, {choice['reason']}")
     if seconds := metrics["inference_seconds"]:
         times = f"{1000 * seconds['dense']:.0f} ms dense, {1000 * seconds['masked']:.0f} ms through the mask"
         lines.append(f"inference of a batch: {times}, {seconds['dense'] / seconds['masked']:.2f} times as fast")

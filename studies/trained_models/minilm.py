@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModel, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.learning.selection import SCOPES
 from sparsebert.masks.matched import MATCHED, VARIED
+from sparsebert.masks.sparse_mask import SPECIAL_TOKENS, SparseMask
+from sparsebert.masks.tiles import TILE
 from sparsebert.models.loading import load
 from sparsebert.training.searching.objectives import OBJECTIVES
 from sparsebert.training.searching.search_run import search_post_hoc
@@ -29,8 +32,11 @@ from ..shared.sentence_similarity import check_pairs, read_pairs, similarity
 
 
 SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
-# Those that are learned, and the one that keeps what the dense model attends to most.
-LEARNED_MASKS = (*SEARCHED_MASKS, "attention")
+# Those that keep what the dense model attends to most, as the search begins, with their fields.
+ATTENTION_MASKS = {"attention": {"search": "dam_s", "sparsity_scope": "head"}, "attention_tiles": {"search": "dam_b"}}
+LEARNED_MASKS = (*SEARCHED_MASKS, *ATTENTION_MASKS)
+# A window of whole tiles, as a GPU computes it.
+WINDOW_TILES = "window_tiles"
 
 
 @dataclass
@@ -44,8 +50,9 @@ class MiniLMStudy:
         validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
         stsb (`str`, *optional*): Folder of STS-B, whose validation pairs are scored without fine-tuning; without it
             they are not.
-        masks (`list[str]`): Keys of `SEARCHES`, `"attention"` (what the dense model attends to most), `"dense"` (no
-            mask: what recovery alone does) or names of patterns.
+        masks (`list[str]`): Keys of `SEARCHES`, `"attention"` (what the dense model attends to most) or
+            `"attention_tiles"` (the same in tiles of 64 x 64), `"dense"` (no mask: what recovery alone does),
+            `"window_tiles"` (the nearest tiles) or names of patterns.
         lengths (`list[int]`): Tokens per row, n.
         sparsities (`list[float]`): Fractions of the attention to remove.
         seeds (`list[int]`): Seeds of the order of the text and of random masks.
@@ -120,13 +127,14 @@ def whole_cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
 
 def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
     """The settings of a cell without those that its mask does not depend on."""
-    unused = () if cell["mask"] in SEARCHED_MASKS else SEARCH_FIELDS if cell["mask"] == "attention" else LEARNED_FIELDS
+    learned = SEARCH_FIELDS if cell["mask"] in ATTENTION_MASKS else LEARNED_FIELDS
+    unused = () if cell["mask"] in SEARCHED_MASKS else learned
     return {name: value for name, value in cell.items() if name not in unused}
 
 
 def check(cell: dict[str, Any]) -> None:
     """Check that a cell can run."""
-    check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
+    check_choice("masks", cell["mask"], (*LEARNED_MASKS, WINDOW_TILES, "dense", *VARIED))
     check_least(cell, 0, "recover")
     check_range("lengths", cell["length"], 8)
     check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
@@ -164,18 +172,22 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     if learned:
         model = _search_fields(cell)
         data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}
-        if cell["mask"] == "attention":
+        if cell["mask"] in ATTENTION_MASKS:
             data |= {"steps": 0}
     else:
-        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
+        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] in VARIED else {}
         model |= {"rest": cell["rest"]}
         data |= {"mask": cell["mask"]}
+        if cell["mask"] == WINDOW_TILES:
+            data |= {"mask": str(folder / WINDOW_TILES)}
+            _save_window_of_tiles(cell, source, folder / WINDOW_TILES)
     found = search_post_hoc({"data": data, "model": model})
     name = own_mask(found["mask"])
     before = found["agreement"][name]
     after = found["agreement"][RECOVERED.format(name)] if cell["recover"] else before
     metrics = {
         "removed": found["sparsity"][name],
+        "live_tiles": found["live_tiles"],
         "cosine_before": before["cosine"],
         "cosine": after["cosine"],
         "cosine_5": after["cosine_5"],
@@ -197,13 +209,22 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
 
 
+def _save_window_of_tiles(cell, source, folder):
+    """Write the window of whole tiles that comes nearest to the sparsity, the same in all layers and heads."""
+    config = AutoConfig.from_pretrained(source)
+    distances = torch.arange(-(-cell["length"] // TILE)).expand(
+        config.num_hidden_layers, config.num_attention_heads, -1
+    )
+    fields = {"form": "blocks", "block_size": TILE, "special_tokens": SPECIAL_TOKENS[2]}
+    windows = [SparseMask(distances <= size, cell["length"], **fields) for size in range(distances.shape[-1])]
+    min(windows, key=lambda mask: abs(mask.sparsity - cell["sparsity"])).save_pretrained(folder)
+
+
 def _search_fields(cell):
     """The fields of a configuration that say what the learned mask of a cell is."""
     model = {name: cell[name] for name in MODEL_FIELDS if name in cell}
     model |= {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
-    if cell["mask"] == "attention":
-        return model | {"search": "dam_s", "sparsity_scope": "head"}
-    return model | {"search": cell["mask"]}
+    return model | ATTENTION_MASKS.get(cell["mask"], {"search": cell["mask"]})
 
 
 def _summary(finished: Cells) -> list[Table]:
@@ -278,6 +299,7 @@ EXPERIMENT = Experiment(
     run=run,
     columns={
         "removed": ("removed", "{:.1%}"),
+        "live_tiles": ("live tiles of 64", "{:.1%}"),
         "cosine_before": ("cosine before recovery", "{:.4f}"),
         "cosine": ("cosine after", "{:.4f}"),
         "cosine_5": ("5 % quantile", "{:.4f}"),

@@ -423,6 +423,8 @@ def test_a_mask_for_a_gpu(model_folder, text, tmp_path):
     metrics = search(model_folder, text, tmp_path / "out", **quick, block_size=16, steps=1)
     mask = load(tmp_path / "out").sparse_attention.mask
     assert (mask.form, mask.symmetric, mask.block_size) == ("blocks", False, 16) and metrics["live_tiles"] == 1.0
+    plan = metrics["plan"]
+    assert (plan["device"], plan["dtype"], plan["length"]) == ("cuda", "bfloat16", 32) and len(plan["choices"]) == 3
     options = {"model": str(model_folder), "data": str(text), "output_dir": str(tmp_path / "out2"), "max_length": 32}
     options = PostHocArguments(**options, device_target="gpu")
     assert check_arguments(options, {"block_size": 16})[1]["target_sparsity"] == 0.8
@@ -443,7 +445,9 @@ def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys):
     flags = {"model": model_folder, "data": text, "output_dir": tmp_path / "out", "max_length": 32}
     flags |= {"steps": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    assert main(["search", "demo_minilm", *words]) == 0 and "times as fast" in capsys.readouterr().out
+    assert main(["search", "demo_minilm", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "times as fast" in shown and "inference by sparse_auto (32 tokens, cpu, float32): sparse_" in shown
 
 
 def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
+from ...analysis.plans import make_plan
 from ...analysis.reporting.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ...analysis.tables import Table
 from ...files import CHECKPOINT, METRICS_NAME, write_metrics
@@ -25,7 +26,7 @@ from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
 from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
-from ...masks.tiles import TILE, mask_tile_shares
+from ...masks.tiles import TILE
 from ...models.loading import read_model
 from ...models.model_classes import model_class_of
 from ...models.sentence_files import copy_sentence_files
@@ -150,6 +151,8 @@ def _search(
         draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
     seconds["total"] = time.perf_counter() - run.began
+    target = ("cuda", torch.bfloat16) if options.device_target == "gpu" else (None, None)
+    plan = make_plan(model, options.max_length, *target)
     metrics = {
         "model": options.model,
         "task": options.task,
@@ -161,7 +164,8 @@ def _search(
         "objectives": list(options.objectives),
         "bf16": options.bf16,
         "search_outcome": outcome,
-        "live_tiles": mask_tile_shares(mask, options.max_length, TILE)[0],
+        "live_tiles": plan.live_tiles[TILE],
+        "plan": plan.as_json(),
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
         "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
         "agreement": report,
