@@ -127,6 +127,7 @@ TABLES = {
         f"reproduce.{name}.rest": lambda name=name: reproduced(name, REPRODUCED / "rest")
         for name in ("minilm", "minilm_settings", "minilm_tasks")
     },
+    "reproduce.minilm.mpnet": lambda: reproduced("minilm", REPRODUCED / "mpnet"),
     **{
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
         for name in ("sparsebert_table3", "sparsebert_figure7")

@@ -256,7 +256,8 @@ def _summary_table(length, sparsity, finished):
     for name, cosine in sorted(cosines.items(), key=lambda item: -mean(item[1])):
         row = {"mask": name, "removed": f"{mean(numbers['removed'][name]):.1%}"}
         row["cosine before recovery"] = mean_text(numbers["cosine_before"][name].values(), 4)
-        row["cosine after"] = mean_text(cosine.values(), 4)
+        if any(cell["settings"]["recover"] for cell in own.values()):
+            row["cosine after"] = mean_text(cosine.values(), 4)
         if name in compared:
             row["dam_s minus this"], row["p (Holm)"] = compared[name]
         if len(spearman.get(name, ())) == len(cosine):
