@@ -43,7 +43,7 @@ from sparsebert.data.tasks.glue import GLUE  # noqa: E402
 pytest_plugins = ["study_fixtures"]
 
 # A loader that is collected waits this long (seconds) for each of its workers before it ends them.
-loader_workers.MP_STATUS_CHECK_INTERVAL = 0.2
+loader_workers.MP_STATUS_CHECK_INTERVAL = 0.05
 
 TINY = {
     "vocab_size": 100,

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import growth
+from conftest import covering, growth
 from test_attention import poisoned_memory  # noqa: F401
 
 from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
@@ -160,8 +160,9 @@ PER_ENTRY = [
 
 
 @pytest.mark.usefixtures("blocks", "poisoned_memory")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("case", PER_ENTRY, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), covering(PER_ENTRY, [torch.float32, torch.bfloat16, torch.float64]), ids=str
+)
 def test_a_bias_per_entry_equals_the_formula(case, dtype):
     batch, num_queries, num_keys, head_size, padded, tokens, learned_diagonal, causal, layout = case
     *inputs, grad = tensors(batch, num_queries, num_keys, head_size, dtype, layout)
@@ -203,9 +204,11 @@ PER_DISTANCE = [
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("rules", [(True, True), (False, True), (False, False)], ids=["plain", "signed", "columns"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", PER_DISTANCE, ids=str)
+@pytest.mark.parametrize(
+    ("case", "rules", "dtype"),
+    covering(PER_DISTANCE, [(True, True), (False, True), (False, False)], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_a_bias_per_distance_equals_the_formula(case, dtype, rules):
     """`rules`: whether the distances have no sign, and whether special tokens have rows."""
     batch, length, head_size, padded, tokens, special, diagonal, causal, tile, layout = case

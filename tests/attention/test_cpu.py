@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import growth
+from conftest import covering, growth
 from test_attention import assert_as_good_as_plain, kept, with_gradients
 from torch.utils.data import DataLoader
 from transformers.utils import logging
@@ -132,37 +132,38 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
         assert_as_good_as_plain(results, query, key, value, grad, keep, about=f"{level} {length} {head_size}")
 
 
-@every_level
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+FORMS = [
+    {},
+    {"special_tokens": "none", "diagonal": True},
+    {"special_tokens": "first", "diagonal": False},
+    {"special_tokens": "first", "causal": True},
+    {"special_tokens": "first", "causal": True, "block_size": 16},
+    {"last_token": "real", "window": 7},
+    {"window": 21, "block_size": 16},
+    {"block_size": 3},
+    {"block_size": 16, "diagonal": True},
+    {"block_size": 32, "diagonal": False},
+    {"block_size": 48, "special_tokens": "first"},
+    {"queries": 21},
+    {"queries": 21, "block_size": 16},
+    {"queries": 33, "block_size": 16, "causal": True, "special_tokens": "none"},
+    {"strided": True},
+    {"symmetric": False},
+    {"symmetric": False, "block_size": 16, "queries": 21},
+    {"symmetric": False, "block_size": 16, "query_block_size": 48, "diagonal": False},
+    {"symmetric": False, "causal": True, "special_tokens": "first", "special_rows": False},
+    {"special_rows": False},
+    {"special_rows": False, "diagonal": False, "window": 7},
+    {"special_rows": False, "block_size": 16, "last_token": "position"},
+    {"special_rows": False, "block_size": 32, "diagonal": False},
+    {"special_rows": False, "block_size": 48, "diagonal": True, "special_tokens": "first"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"special_tokens": "none", "diagonal": True},
-        {"special_tokens": "first", "diagonal": False},
-        {"special_tokens": "first", "causal": True},
-        {"special_tokens": "first", "causal": True, "block_size": 16},
-        {"last_token": "real", "window": 7},
-        {"window": 21, "block_size": 16},
-        {"block_size": 3},
-        {"block_size": 16, "diagonal": True},
-        {"block_size": 32, "diagonal": False},
-        {"block_size": 48, "special_tokens": "first"},
-        {"queries": 21},
-        {"queries": 21, "block_size": 16},
-        {"queries": 33, "block_size": 16, "causal": True, "special_tokens": "none"},
-        {"strided": True},
-        {"symmetric": False},
-        {"symmetric": False, "block_size": 16, "queries": 21},
-        {"symmetric": False, "block_size": 16, "query_block_size": 48, "diagonal": False},
-        {"symmetric": False, "causal": True, "special_tokens": "first", "special_rows": False},
-        {"special_rows": False},
-        {"special_rows": False, "diagonal": False, "window": 7},
-        {"special_rows": False, "block_size": 16, "last_token": "position"},
-        {"special_rows": False, "block_size": 32, "diagonal": False},
-        {"special_rows": False, "block_size": 48, "diagonal": True, "special_tokens": "first"},
-    ],
-    ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()) or "offsets",
+    ("options", "level", "dtype"),
+    covering(FORMS * 2, [*LEVELS], [torch.float32, torch.bfloat16]),
+    ids=str,
 )
 def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
     """The forward that computes several queries at once: any length, head size and padding, by the 2x rule."""

@@ -79,9 +79,16 @@ def formula(query, key, value, bias=None, *, keep, padding, mask):
     return output
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "mask", "padding"),
+    [
+        (name, mask, padding)
+        for name in NAMES
+        for number, mask in enumerate(MASKS)
+        for turn, padding in enumerate(PADDINGS)
+        if name != "sparse_flex" or number % 3 == turn  # which takes a second for each
+    ],
+)
 def test_rest_equals_one_more_key(name, mask, padding):
     torch.manual_seed(0)
     keep = {"length": 33, "form": "offsets"} | MASKS[mask]

@@ -91,7 +91,6 @@ slow = pytest.mark.slow
 QUICK = [
     {"length": 70, "mask": "dam_s", "padding": "holes", "head_size": 128},
     {"length": 7, "padding": "mixed", "layout": "strided", "num_heads": 2},
-    {"length": 64, "causal": True, "padding": "right", "layout": "contiguous", "num_heads": 2},
     {"length": 128, "mask": "dam_b", "diagonal": False},
     {"length": 77, "padding": "mixed", "head_size": 64, "causal": True, "dtype": torch.float16},
     {"length": 40, "mask": "bigbird", "padding": "nothing real", "dropout": 0.125},
@@ -99,7 +98,6 @@ QUICK = [
 ]
 LISTS = [
     {"length": 130, "mask": "dam_b", "padding": "nothing real"},
-    {"length": 100, "padding": "left", "diagonal": False, "head_size": 64},
     {"length": 65, "causal": True, "padding": "right", "num_heads": 2},
     {"length": 101, "mask": "dam_s", "padding": "mixed", "diagonal": True, "last_token": "position"},
     {"length": 1, "mask": "empty rows", "padding": "right"},

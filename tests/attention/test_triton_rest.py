@@ -34,7 +34,6 @@ SHORT = [
     {"length": 70, "mask": "dam_s", "padding": "mixed", "num_heads": 2},
     {"length": 7, "mask": "empty rows", "padding": "holes", "head_size": 64},
     {"length": 65, "mask": "dam_b", "diagonal": False},
-    {"length": 70, "mask": "signed offsets", "padding": "mixed"},
     {"length": 33, "mask": "dense", "padding": "nothing real", "dropout": 0.125},
     {"length": 40, "mask": "bigbird", "padding": "left", "dtype": torch.float16, "last_token": "position"},
 ]

@@ -95,14 +95,10 @@ def test_documents_are_those_of_files_in_memory(tmp_path, ending):
     ("ending", "workers", "nsp", "processes", "stops"),
     [
         (".txt", 0, False, 2, ((1, 2), (7, 31), (20, 33))),
-        (".txt", 0, False, 3, ((9, 10), (7, 31))),
         (".txt", 0, True, 3, ((5, 6), (17, 39))),
-        (".txt", 2, False, 2, ((7, 30),)),
         (".txt", 2, True, 3, ((9, 30),)),
         (".jsonl.gz", 0, False, 2, ((7, 31),)),
-        (".parquet", 0, False, 2, ((9, 10), (7, 31))),
-        (".parquet", 0, False, 3, ((1, 2), (20, 33))),
-        (".parquet", 2, True, 2, ((9, 30),)),
+        (".parquet", 0, False, 3, ((9, 10), (20, 33))),
     ],
 )
 def test_resumed_twice_the_ledger_is_that_of_an_uninterrupted_run(

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, covering
 from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -310,7 +310,7 @@ def test_optimizer_after_freezing(finished):
     assert trainer.lr_scheduler.last_epoch == 10
 
 
-@pytest.mark.parametrize("step", [2, 5, 8], ids=["before", "in the middle", "frozen"])
+@pytest.mark.parametrize(("finished", "step"), covering([*MODELS], [2, 5, 8]), indirect=["finished"])
 def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
     settings, make, folder, model, trainer = finished
     resumed = make()
@@ -340,7 +340,7 @@ def test_an_interrupted_training_leaves_nothing_on_the_model(tmp_path):
     assert not model.sparse_attention.weights_wanted and not any(part._forward_hooks for part in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["schedule", "probs", "attention"])
+@pytest.mark.parametrize("kind", ["schedule", "attention"])
 def test_a_callback_serves_a_second_training(kind, tmp_path):
     """Also after one that was interrupted, or whose mask could not be frozen."""
     callback = SearchSchedule(end=0.5) if kind == "schedule" else ProgressivePruning(0.4, 0.0, 0.7, score=kind)

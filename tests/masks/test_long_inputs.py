@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import TINY, growth
+from conftest import TINY, covering, growth
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
 from sparsebert.analysis.plans import make_plan
@@ -59,10 +59,10 @@ def results(mask, padding, inputs, grad, **arguments):
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "signed"])
-@pytest.mark.parametrize("policy", ["extend", "dense"])
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@pytest.mark.parametrize("form", ["offsets", "blocks"])
+@pytest.mark.parametrize(
+    ("form", "policy", "diagonal", "symmetric"),
+    covering(["offsets", "blocks"] * 6, ["extend", "dense"], DIAGONALS, [True, True, False, False]),
+)
 def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy, symmetric):
     """To the bit, also which entries dropout removes, at the mask's own length and at others."""
     turns = itertools.cycle(itertools.product(("real", "position"), (0.0, 0.25)))

@@ -110,9 +110,8 @@ def recipe(corpus, folder, **fields):
     }
 
 
-@pytest.mark.parametrize("mask", [{"pattern": "window"}, {"search": "dam_s"}], ids=["pattern", "search"])
-def test_pretraining_learns_to_predict(corpus, tmp_path, mask):
-    metrics = pretrain(recipe(corpus, tmp_path / "run", **mask))
+def test_pretraining_learns_to_predict(corpus, tmp_path):
+    metrics = pretrain(recipe(corpus, tmp_path / "run", search="dam_s"))
     # The pairs of letters are certain; only the first of a document and its end are not.
     assert 1 < metrics["perplexity"] < 8
     assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == metrics

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, covering
 from transformers import AutoModel, BertConfig, BertModel
 
 from sparsebert import (
@@ -53,9 +53,7 @@ def searching_model(attached, search, **fields):
     return SparseBertModel(SparseBertConfig(**ONE_LAYER, search=search, **fields))
 
 
-@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(("search", "kind", "attached"), covering([*SEARCHES] * 2, [*KINDS], [False, True]))
 def test_search_is_loaded_as_it_was_saved(tmp_path, search, kind, attached):
     fields = KINDS[kind] if SEARCHES[search].stochastic else KINDS[kind] | {"hard": False}
     if kind == "signed" and SEARCHES[search].toeplitz:

@@ -116,6 +116,7 @@ def test_metrics_tell_the_halves_apart():
     assert copying_metrics(prediction) == {"accuracy": 8 / 15, "second_half_accuracy": 1.0}
 
 
+@pytest.mark.slow
 def test_copying_is_learned_where_it_can_be(tmp_path):
     learned = run_copying(CopyingArguments(**SMALL | {"max_steps": 150}), tmp_path / "dense")
     assert learned["reachable"] == 1 and learned["second_half_accuracy"] > 0.9
@@ -143,10 +144,10 @@ def test_no_sequence_is_trained_on_and_tested(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr("studies.other_papers.copying_task.copying_sequences", draw)
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         run_copying(CopyingArguments(**SMALL | {"num_symbols": 64, "max_steps": 1}, seed=seed), tmp_path / str(seed))
-    assert [len(sequences) for sequences in drawn] == [4000, 200] * 3
-    assert len({tuple(row) for sequences in drawn for row in sequences.tolist()}) == 3 * 4200
+    assert [len(sequences) for sequences in drawn] == [4000, 200] * 2
+    assert len({tuple(row) for sequences in drawn for row in sequences.tolist()}) == 2 * 4200
 
 
 def test_the_first_half_is_predicted_on_request():

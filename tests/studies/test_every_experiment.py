@@ -49,8 +49,7 @@ def test_every_setting_is_explained_and_plain(name):
 
 
 # Cells of these are run from end to end in test_experiment_runs.py.
-RUN = ("language_modelling", "minilm", "minilm_mixers", "mixers", "sentences")
-RUN += ("sparsebert_figure7", "sparsebert_table1", "sparsebert_table2", "sparsebert_table3")
+RUN = ("language_modelling", "minilm", "mixers", "sentences", "sparsebert_table2")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
 # A checkpoint that several systems go on from
 
 
+@pytest.mark.slow
 def test_systems_of_a_seed_go_on_from_one_checkpoint_with_the_same_batches(run_cells, tmp_path, monkeypatch):
     seen, step = {}, SparseBertTrainer.training_step
 
@@ -62,6 +63,7 @@ def test_systems_of_a_seed_go_on_from_one_checkpoint_with_the_same_batches(run_c
     assert len(list(tmp_path.glob("runs/checkpoint_*/metrics.json"))) == 2
 
 
+@pytest.mark.slow
 def test_masks_of_a_seed_come_from_one_soft_search(run_cells, tmp_path):
     found, folder = {}, tmp_path / "runs/sparsebert_figure7_tiny"
     for seed, only in {1: ["two_stage_0.3_seed_1", "random_0.7_seed_1"], 2: ["random_0.7_seed_2"]}.items():
@@ -73,6 +75,7 @@ def test_masks_of_a_seed_come_from_one_soft_search(run_cells, tmp_path):
         assert torch.equal(SparseMask.from_pretrained(folder / f"random_0.7_seed_{seed}").to_table(), expected)
 
 
+@pytest.mark.slow
 def test_replaced_layers_start_anew_and_the_others_from_the_checkpoint(run_cells, tmp_path):
     _, cells = run_cells("minilm_mixers", replaced=[1], learning_rate=0.0, task="rte", task_epochs=1.0)
     assert all(0 <= cell["metrics"]["task_score"] <= 1 for cell in cells.values())
@@ -190,6 +193,7 @@ def test_models_of_table_1_serve(run_cells, cells_of, checkpoints, tmp_path, mon
 # Kept files and pictures of the papers' figures
 
 
+@pytest.mark.slow
 def test_p_and_masks_of_searches_are_kept_and_drawn(with_matplotlib, run_cells, tmp_path):
     run_cells("sparsebert_table1", "soft_seed_5")
     kept = load_file(tmp_path / "out/sparsebert_table1_tiny/soft_seed_5/mean_probs.safetensors")["probs"]

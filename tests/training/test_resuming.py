@@ -289,7 +289,7 @@ def test_workers_and_prefetching_change_nothing(word_tokenizer, tmp_path):
     fields = {"save_strategy": "no", "logging_steps": 1, "num_train_epochs": 2, "per_device_train_batch_size": 8}
     fields |= {"eval_strategy": "epoch"} | CPU
     two = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    for workers in ({}, {"dataloader_num_workers": 1}, two):
+    for workers in ({}, two):
         torch.manual_seed(0)
         model = SparseBertForMaskedLM(SparseBertConfig(**sizes))
         collator = pretraining_collator(word_tokenizer, seed=0)
@@ -297,10 +297,11 @@ def test_workers_and_prefetching_change_nothing(word_tokenizer, tmp_path):
         trainer = SparseBertTrainer(model, arguments, collator, train_dataset=rows, eval_dataset=rows)
         trainer.train()
         losses.append([entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history])
-    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) > 3
+    assert losses[0] == losses[1] and len(set(losses[0])) > 3
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_resumed_with_other_workers_equals_the_uninterrupted_run(text, tmp_path, workers):
     """From the middle of an epoch and over the next ones."""
     recipe = recipe_of(text, tmp_path / "whole", FORMS["dam_s"], max_steps=9, save_steps=3)
