@@ -2,8 +2,8 @@
 Print tables of finished runs, and with `--output report.html` (or `-o`) write a web page that shows their masks.
 
 Takes output folders of `pretrain`, `finetune`, `search` and `translate`, and folders or Hub ids of masks. The page is
-one file that needs no network. It shows every head, the share kept by distance, live tiles, what the universality
-theorems say, two masks side by side, and for several runs their quality against sparsity and time.
+one file that needs no network. It shows what runs gained and against what, their quality against sparsity and time,
+every head, the share kept by distance, live tiles, what the universality theorems say, and two masks side by side.
 """
 
 from collections.abc import Sequence

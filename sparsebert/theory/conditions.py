@@ -127,7 +127,7 @@ def check_universality(mask: "SparseMask", length: int | None = None, causal: bo
     if bool((keep == keep[:, :1]).all()):
         keep = keep[:, :1]
     keep = keep[: _period(keep)]
-    tables = mask.replace(keep=keep).to_table(length).numpy()  # (p, H or 1, n, n)
+    tables = mask.replace(keep=keep, rest_bias=None).to_table(length).numpy()  # (p, H or 1, n, n)
     if causal:
         tables = np.tril(tables)
     sparsity = 1.0 - float(np.count_nonzero(tables)) / tables.size

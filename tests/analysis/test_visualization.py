@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsebert.analysis.importance import as_runs, head_groups, offset_profile, sketch
-from sparsebert.analysis.pictures import importance_pictures
+from sparsebert.analysis.pictures import importance_pictures, mask_pictures
 from sparsebert.analysis.pictures.charts import plot_scores
 from sparsebert.analysis.pictures.importance_pictures import (
     plot_groups,
@@ -95,6 +95,15 @@ def test_a_mask_longer_than_its_panel_keeps_thin_lines(tmp_path):
     inside = pixels[black.nonzero()[0][3] : black.nonzero()[0][-3]]
     columns = (inside < 0.5).mean(0) > 0.9
     assert (inside[:, columns.nonzero()[0][3] : columns.nonzero()[0][-3]].max(1) > 0.02).mean() > 0.95
+
+
+def test_layers_and_heads_are_named_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(mask_pictures, "save_figure", lambda figure, path: made.append(figure))
+    plot_heads(build_pattern("fixed_cycle", 20, 3, num_layers=2), "any")
+    texts = [text for axis in made[0].axes for text in (axis.get_ylabel(), axis.get_title().split("\n")[0])]
+    assert [text for text in texts if "layer" in text] == ["layer 0", "layer 1"]
+    assert [text for text in texts if "head" in text] == ["head 0", "head 1", "head 2"]
 
 
 def test_bad_shapes(tmp_path):

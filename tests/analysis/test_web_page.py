@@ -15,8 +15,9 @@ import torch
 
 from sparsebert import SparseMask, build_pattern
 from sparsebert.analysis.importance import offset_profile
-from sparsebert.analysis.reporting import page_masks
+from sparsebert.analysis.reporting import page_charts, page_masks
 from sparsebert.analysis.reporting.page_charts import WIDTH, score_figures, scores
+from sparsebert.analysis.reporting.page_gains import gains
 from sparsebert.analysis.reporting.page_masks import TILES, mask_data
 from sparsebert.analysis.reporting.web_page import PageMask, make_page
 from sparsebert.analysis.saved_runs import SavedMask
@@ -81,7 +82,7 @@ def some_masks():
             keep[..., :19], 37, form="offsets", symmetric=False, special_tokens="first_last", special_rows=False
         ),
         "signed blocks": SparseMask(keep[..., :9], 37, form="blocks", block_size=8, symmetric=False),
-        "table": SparseMask(table, 37, diagonal=True),
+        "table": SparseMask(table, 37, diagonal=True, rest="mean", rest_bias=torch.rand(2, 3)),
         "shared": build_pattern("bigbird", 64, 4),
     }
 
@@ -205,7 +206,7 @@ def test_texts_stay_texts():
 
 def test_a_page_of_runs_alone():
     page = Page(make_page([], {Path("a/run"): FINETUNED, Path("b/run"): FINETUNED}))
-    assert [entry.split(":")[0].strip() for _, entry in page.all("li")] == ["a/run", "b/run"]
+    assert [entry.split(":")[0].strip() for _, entry in page.all("li")] == 2 * ["a/run", "b/run"]  # gains, and a chart
     assert page.data == [] and "zoom" not in [attributes.get("id") for _, attributes, _ in page.elements]
 
 
@@ -230,23 +231,77 @@ def test_a_chart_has_axes_units_and_bars():
     page = Page(text)
     against_sparsity, against_time = (text for attributes, text in page.all("svg") if "aria-label" in attributes)
     assert "sparsity: entries of the mask removed, in %" in against_sparsity and "f1 in %" in against_sparsity
-    assert "training time in minutes" in against_time
+    assert "time of the training or search in minutes" in against_time
     assert text.count('class="bar"') == 2  # one of the two has several seeds, in two charts
     numbers = [attributes for attributes, _ in page.all("text") if attributes.get("class") == "number"]
     # The last mark of the second chart is at its right end, where there is no room beside it.
     assert [attributes["text-anchor"] for attributes in numbers] == ["start", "start", "start", "end"]
     assert all(0 < float(attributes["x"]) < WIDTH for attributes in numbers)
     assert [entry.strip() for _, entry in page.all("li")] == [
-        "sparse: 80 ± 2, 90.0 % removed, 4 minutes of training",
-        "dense: 70, 0.0 % removed, 15 minutes of training",
+        "sparse: 80 ± 2, 90.0 % removed, 4 minutes",
+        "dense: 70, 0.0 % removed, 15 minutes",
     ]
-    # Without all times there is no chart of them.
+    # A single time gives no chart.
     pretrained = {"mlm_loss": 5.5, "sparsity": 0.5}
     ((what, found),) = scores({"one": pretrained | {"seconds": 60.0}, "other": pretrained}).items()
     page = Page(score_figures(what, found))
     assert len([attributes for attributes, _ in page.all("svg") if "aria-label" in attributes]) == 1
     entries = [entry.strip() for _, entry in page.all("li")]
     assert entries == [f"{name}: 5.5, 50.0 % removed" for name in ("one", "other")]
+
+
+@pytest.mark.parametrize(
+    "values, most",
+    [((4.5, 4.5125), 4.9), ((0.97, 0.98), 1), ((99.5, 99.6), 100), ((0, 0), 1), ((-3, 8), 10), ((60, 1e6), 1e6)],
+)
+def test_a_small_difference_looks_small(values, most):
+    ticks = page_charts._ticks(*values)
+    assert ticks[0] <= values[0] and values[1] <= ticks[-1] <= most and 4 <= len(ticks) <= 9
+    assert ticks[-1] - ticks[0] >= max(map(abs, values)) / 10
+
+
+def test_numbers_along_the_axis_end_beside_its_label():
+    """A digit takes 8 of the chart's units at most, and the label ends at 21."""
+    found = [page_charts.Score(name, value, None, 0.5, None) for name, value in (("a", 9.87e5), ("b", 1.2e6))]
+    page = Page(score_figures("loss", found))
+    ends = [
+        (float(each["x"]), text)
+        for each, text in page.all("text")
+        if each.get("text-anchor") == "end" and "dy" in each
+    ]
+    assert ends and all(x - 8 * len(text) > 21 for x, text in ends)
+
+
+def test_what_was_gained_and_against_what():
+    searched = {"model": "m", "mask": None, "task": None, "seconds": {"total": 9.0}, "hardware": "two cores"}
+    searched |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
+    cosines = {"dense": 1.0, "learned": 0.94, "window": 0.91, "random": 0.5, "learned, recovered": 0.96}
+    searched["agreement"] = {name: {"cosine": cosine} for name, cosine in cosines.items()}
+    pretrained = {"mlm_loss": 5.5, "sparsity": 0.5, "seconds": 60.0, "positions": {}}
+    compared = {"baseline": "dense", "validation": {"difference": -0.011, "interval": [-0.03, 0.004]}}
+    runs = {
+        "found": searched,
+        "trained": pretrained,
+        "dense": pretrained | {"mlm_loss": 5.25, "sparsity": 0.0},
+        "tuned": FINETUNED | {"comparison": compared},
+        "alone": FINETUNED,
+        "none": {"sparsity": 0.0},
+    }
+    loss = "pre-training: loss on masked words (lower is better)"
+    assert gains(runs) == [
+        "found: 90.0 % of the attention removed, cosine 0.960 with the dense model's mean hidden states, 0.940 before "
+        "the recovery; against 0.910 with the best of 2 other masks (window). A batch is 1.50 times as fast as dense "
+        "(two cores).",
+        f"trained: {loss}: 5.5 with 50.0 % of the attention removed; against 5.25 without a mask (dense).",
+        f"dense: {loss}: 5.25 with 0.0 % of the attention removed.",
+        "tuned: mrpc, validation: f1 in %: 80 ± 2 with 90.0 % of the attention removed, -1.1 [-3.0, +0.4] against dense.",
+        "alone: mrpc, validation: f1 in %: 80 ± 2 with 90.0 % of the attention removed. Give the same run without a "
+        "mask as well, to see what that costs.",
+        "none: no score.",
+    ]
+    ((what, found),) = scores({"found": searched, "again": searched}).items()
+    names = ["found", "found, recovered", "found: window", "again", "again, recovered", "again: window"]
+    assert what == "m: cosine with the dense model" and [score.run for score in found] == ["dense", *names]
 
 
 # The command

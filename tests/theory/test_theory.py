@@ -477,7 +477,8 @@ def test_bad_patterns(arguments, fields, message):
 
 def test_rest_proves_nothing_more():
     mask = mask_of(cliques([6, 6], 0))
-    alone, with_rest = (saved_case("apart", each) for each in (mask, mask.replace(rest="mean")))
+    rest = mask.replace(rest="mean", rest_bias=torch.ones(1, mask.num_heads))
+    alone, with_rest = (saved_case("apart", each) for each in (mask, rest))
     assert alone.check() == with_rest.check()
     assert OF_REST in details(with_rest, with_rest.check())
     assert OF_REST not in details(alone, alone.check())

@@ -47,20 +47,26 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
     num_columns = num_heads if num_layers > 1 else min(num_heads, 4 if num_heads <= 12 else 6)
     num_rows = num_layers if num_layers > 1 else math.ceil(num_heads / num_columns)
     # Small enough for a dozen layers; never narrower than the title.
-    panel = 1.3 if num_layers > 1 else 1.9
-    figure = new_figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
+    panel, title = (1.3, 0.2) if num_layers > 1 else (1.9, 0.35)
+    figure = new_figure(max(panel * num_columns + 0.5, 4.6), max((panel + title) * num_rows + 1.1, 3.2))
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axis in axes[num_layers * num_heads :]:
         axis.set_axis_off()
     for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
         _draw_mask(axis, head, panel)
-        place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
-        removed = 1 - head.count_nonzero() / head.numel()
-        axis.set_title(f"{place}\n{removed:.1%} removed", fontsize=7 if num_layers > 1 else 8)
+        layer, which = divmod(index, num_heads)
+        removed = f"{1 - head.count_nonzero() / head.numel():.1%}"
+        if num_layers == 1:
+            axis.set_title(f"head {which}\n{removed} removed", fontsize=8)
+            continue
+        axis.set_title(removed if layer else f"head {which}\n{removed}", fontsize=7)
+        if which == 0:
+            axis.set_ylabel(f"layer {layer}", fontsize=7)
     partly = "" if interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
     figure.suptitle(
         f"Attention masks{f' of {name}' if name else ''}\n{average_text(table[None])}, "
-        f"{1 - table.count_nonzero() / table.numel():.1%} removed\n({_WHITE_ATTENDS}{partly})",
+        f"{1 - table.count_nonzero() / table.numel():.1%} removed{' in all, and in each head as written above it' * (num_layers > 1)}\n"
+        f"({_WHITE_ATTENDS}{partly})",
         fontsize=10,
     )
     figure.supxlabel("key position j", fontsize=9)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .reports import RECOVERED, own_mask
+from .reports import RECOVERED, other_masks, own_mask
 
 
 WIDTH, HEIGHT = 480, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 52
+RIGHT, TOP, BOTTOM = 16, 24, 52
 # Marks of one chart differ in shape and color, and each has its number beside it.
 SHAPES = (
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z",
@@ -21,6 +21,12 @@ SHAPES = (
     "M-6 -2H-2V-6H2V-2H6V2H2V6H-2V2H-6Z",
 )
 # Units of time, the shortest that keeps the numbers below its limit.
+# Of pre-training, and of translation.
+_NUMBERS = {
+    "mlm_loss": "pre-training: loss on masked words (lower is better)",
+    "lm_loss": "pre-training: loss on next words (lower is better)",
+    "bleu": "translation: BLEU",
+}
 UNITS = (("seconds", 1, 180), ("minutes", 60, 180 * 60), ("hours", 3600, math.inf))
 
 
@@ -34,77 +40,98 @@ class Score:
     sparsity: float
     seconds: float | None
 
+    def text(self) -> str:
+        """The score, with its deviation if there is one."""
+        return f"{self.value:.4g}" + ("" if self.deviation is None else f" ± {self.deviation:.2g}")
+
 
 def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
     """
     Scores of runs' metrics that can be compared, by what was measured and in which unit. Those that are not finite are
-    left out.
+    left out. A dense model that several searches began with counts once.
     """
     found: dict[str, list[Score]] = {}
     for run, metrics in runs.items():
         try:
-            for what, score in _scores_of(run, metrics):
-                if math.isfinite(score.value) and math.isfinite(score.sparsity):
+            for what, score in scores_of(run, metrics):
+                again = score.run == "dense" and score in found.get(what, ())
+                if math.isfinite(score.value) and math.isfinite(score.sparsity) and not again:
                     found.setdefault(what, []).append(score)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{run}: its metrics are damaged or incomplete ({error!r})") from error
     return found
 
 
-def _scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
+def scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
+    """
+    What was measured in a run, and its score. A search has one for the dense model, one for each state of its own mask
+    and one for the best other mask.
+    """
     if "agreement" in metrics:
-        own = own_mask(metrics.get("mask"))
-        numbers = metrics["agreement"].get(RECOVERED.format(own), metrics["agreement"][own])
-        removed, seconds = metrics["sparsity"][own], metrics["seconds"]["total"]
-        model = str(metrics["model"])
-        yield f"cosine with {model}, dense", Score(run, numbers["cosine"], None, removed, seconds)
-        if "score" in numbers:
-            yield f"{metrics['task']}, masks of {model}", Score(run, 100 * numbers["score"], None, removed, seconds)
-    elif "glue" in metrics:
-        for values in metrics["glue"].values():
-            yield from _scores_of(run, values)
-    elif "task" in metrics:
-        name, seconds = metrics["main_metric"], metrics["train_seconds"]
-        for split, values in metrics["splits"].items():
-            if values.get(name) is None:
+        own, model = own_mask(metrics.get("mask")), metrics["model"]
+        others = other_masks(metrics)
+        best = [max(others, key=lambda name: others[name]["cosine"])] if others else []
+        for name in ("dense", own, RECOVERED.format(own), *best):
+            if (numbers := metrics["agreement"].get(name)) is None:
                 continue
-            value = values[name] if isinstance(values[name], dict) else {"mean": values[name]}
-            deviation = None if value.get("std") is None else 100 * value["std"]
-            yield (
-                f"{metrics['task']}, {split}: {name} in %",
-                Score(run, 100 * value["mean"], deviation, metrics["sparsity"], seconds),
+            label = {"dense": "dense", own: run, RECOVERED.format(own): f"{run}, recovered"}.get(
+                name, f"{run}: {name}"
             )
-    elif metrics.get("mlm_loss") is not None:
+            removed = metrics["sparsity"].get(name, metrics["sparsity"][own])
+            seconds = metrics["seconds"]["total"] if name in (own, RECOVERED.format(own)) else None
+            yield f"{model}: cosine with the dense model", Score(label, numbers["cosine"], None, removed, seconds)
+            if "score" in numbers:
+                yield f"{model}: {metrics['task']}", Score(label, 100 * numbers["score"], None, removed, seconds)
+    elif "glue" in metrics:
+        if (average := metrics.get("average_9")) is not None:
+            removed = next(iter(metrics["glue"].values()))["sparsity"]
+            yield f"GLUE: average of {metrics['num_columns_9']} columns in %", _percent(run, average, removed, None)
+        for values in metrics["glue"].values():
+            yield from scores_of(run, values)
+    elif "task" in metrics:
+        name = metrics["main_metric"]
+        for split, values in metrics["splits"].items():
+            if values.get(name) is not None:
+                score = _percent(run, values[name], metrics["sparsity"], metrics["train_seconds"])
+                yield f"{metrics['task']}, {split}: {name} in %", score
+    else:
         seconds = metrics.get("train_seconds", metrics.get("seconds"))
-        yield (
-            "pre-training: loss on masked words (lower is better)",
-            Score(run, metrics["mlm_loss"], None, metrics["sparsity"], seconds),
-        )
+        for name, what in _NUMBERS.items():
+            if metrics.get(name) is not None:
+                yield what, Score(run, metrics[name], None, metrics["sparsity"], seconds)
+
+
+def _percent(run, value, sparsity, seconds):
+    """A score from a share, or from the mean and deviation of shares over seeds."""
+    value = value if isinstance(value, dict) else {"mean": value}
+    deviation = None if value.get("std") is None else 100 * value["std"]
+    return Score(run, 100 * value["mean"], deviation, sparsity, seconds)
 
 
 def score_figures(what: str, found: list[Score]) -> str:
     """The charts of one kind of score and the list of its runs, in HTML."""
-    charts = [
-        _chart(what, "sparsity: entries of the mask removed, in %", [100 * score.sparsity for score in found], found)
+    label, removed = "sparsity: entries of the mask removed, in %", [100 * score.sparsity for score in found]
+    charts = [_chart(what, label, dict(enumerate(removed)), found)]
+    times = {
+        index: score.seconds
+        for index, score in enumerate(found)
+        if score.seconds is not None and math.isfinite(score.seconds)
+    }
+    texts = [
+        f"{score.run}: {score.text()}, {share:.1f} % removed" for score, share in zip(found, removed, strict=True)
     ]
-    times = [score.seconds for score in found if score.seconds is not None and math.isfinite(score.seconds)]
-    texts = [f"{score.run}: {_with_deviation(score)}, {100 * score.sparsity:.1f} % removed" for score in found]
-    if len(times) == len(found):
-        unit, factor, _ = next(choice for choice in UNITS if max(times) < choice[2])
-        charts.append(_chart(what, f"training time in {unit}", [seconds / factor for seconds in times], found))
-        texts = [
-            f"{text}, {seconds / factor:.3g} {unit} of training" for text, seconds in zip(texts, times, strict=True)
-        ]
+    if len(times) > 1:
+        unit, factor, _ = next(choice for choice in UNITS if max(times.values()) < choice[2])
+        times = {index: seconds / factor for index, seconds in times.items()}
+        charts.append(_chart(what, f"time of the training or search in {unit}", times, found))
+        for index, time in times.items():
+            texts[index] += f", {time:.3g} {unit}"
     items = [f"<li>{_key(index)} {escape(text)}</li>" for index, text in enumerate(texts)]
     bars = "<p>Bars: one sample deviation over seeds, up and down.</p>" if any(s.deviation for s in found) else ""
     return (
         f'<section class="scores"><h3>{escape(what)}</h3><div class="charts">{"".join(charts)}</div>'
         f'<ol class="runs">{"".join(items)}</ol>{bars}</section>'
     )
-
-
-def _with_deviation(score):
-    return f"{score.value:.4g}" + ("" if score.deviation is None else f" ± {score.deviation:.2g}")
 
 
 def _mark(index):
@@ -116,17 +143,15 @@ def _key(index):
 
 
 def _chart(ylabel, xlabel, x, found):
-    """A chart as SVG. Its marks are numbered as the list below it is."""
-    y = [score.value for score in found]
-    deviations = [score.deviation or 0.0 for score in found]
-    x_ticks = _ticks(min(x), max(x))
-    y_ticks = _ticks(
-        min(value - deviation for value, deviation in zip(y, deviations, strict=True)),
-        max(value + deviation for value, deviation in zip(y, deviations, strict=True)),
-    )
+    """A chart as SVG, of those scores that have a place `x`. Its marks are numbered as the list below it is."""
+    ends = [(found[index].value, found[index].deviation or 0.0) for index in x]
+    x_ticks = _ticks(min(x.values()), max(x.values()))
+    y_ticks = _ticks(min(value - bar for value, bar in ends), max(value + bar for value, bar in ends))
+    # Numbers along the axis, between it and its label.
+    edge = 40 + 8 * max(len(f"{tick:g}") for tick in y_ticks)
 
     def across(value):
-        return LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+        return edge + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - edge - RIGHT)
 
     def up(value):
         return HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
@@ -138,22 +163,24 @@ def _chart(ylabel, xlabel, x, found):
         parts.append(f'<text x="{at}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>')
     for tick in y_ticks:
         at = f"{up(tick):.1f}"
-        parts.append(f'<path class="line" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{at}" dy=".35em" text-anchor="end">{tick:g}</text>')
-    for index, (left, value, deviation) in enumerate(zip(x, y, deviations, strict=True)):
+        parts.append(f'<path class="line" d="M{edge} {at}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{edge - 8}" y="{at}" dy=".35em" text-anchor="end">{tick:g}</text>')
+    for (index, left), (value, deviation) in zip(x.items(), ends, strict=True):
         at, height = across(left), up(value)
-        title = f"<title>{index + 1}: {escape(found[index].run)}, {_with_deviation(found[index])}</title>"
+        title = f"<title>{index + 1}: {escape(found[index].run)}, {found[index].text()}</title>"
         bar = ""
         if deviation:
             low, high = up(value - deviation), up(value + deviation)
             bar = f'<path class="bar" d="M{at:.1f} {low:.1f}V{high:.1f}m-5 0h10M{at - 5:.1f} {low:.1f}h10"/>'
         parts.append(f'<g>{title}{bar}<g transform="translate({at:.1f} {height:.1f})">{_mark(index)}</g>')
-        side, anchor = (-9, "end") if at > WIDTH - RIGHT - 24 else (9, "start")
-        place = f'x="{at + side:.1f}" y="{height - 7:.1f}" text-anchor="{anchor}"'
+        # Marks close together have their numbers on different sides.
+        is_left = at > WIDTH - RIGHT - 24 or (index // 2 % 2 and at > edge + 24)
+        side, anchor = (-9, "end") if is_left else (9, "start")
+        place = f'x="{at + side:.1f}" y="{height + (16 if index % 2 else -7):.1f}" text-anchor="{anchor}"'
         parts.append(f'<text class="number" {place}>{index + 1}</text></g>')
     middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
     parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(xlabel)}</text>'
+        f'<text x="{(edge + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(xlabel)}</text>'
         f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(_short(ylabel))}</text>'
     )
     label = escape(f"{ylabel}, against {xlabel}. The values are in the list below.", quote=True)
@@ -167,12 +194,16 @@ def _short(label):
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Four to eight round numbers that enclose a range."""
-    if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
-        margin = abs(low) / 10 or 1.0
-        low, high = low - margin, high + margin
+    """
+    Four to eight round numbers that enclose a range, which is widened to a tenth of the largest number: what differs
+    little looks so. Shares stay below 1, percentages below 100.
+    """
+    least, most = max(abs(low), abs(high)) / 10 or 1.0, next((each for each in (1, 100) if high <= each), math.inf)
+    if high - low < least:
+        high = min((low + high + least) / 2, most)
+        low = high - least
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
-    first, last = math.floor(low / step), math.ceil(high / step)
+    first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
     return [round(count * step, 12) for count in range(first, last + 1)]

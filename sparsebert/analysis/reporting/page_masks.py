@@ -49,7 +49,7 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
         layers.append([places.setdefault(head.numpy().tobytes(), len(places)) for head in layer])
         for which, head in zip(layers[-1], layer, strict=True):
             if which == len(heads):
-                heads.append(mask.replace(keep=head[None, None]))
+                heads.append(mask.replace(keep=head[None, None], rest_bias=None))
     drawn = min(mask.length, DRAWN_LENGTH)
     kind, size = _kind(mask, len(heads), room)
     step = -(-drawn // size)

@@ -57,6 +57,16 @@ def own_mask(mask: str | None) -> str:
     return LEARNED if mask is None else GIVEN
 
 
+def other_masks(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of the metrics of a search, what was measured of the masks that it was compared with."""
+    own = own_mask(metrics.get("mask"))
+    return {
+        name: numbers
+        for name, numbers in metrics["agreement"].items()
+        if name not in ("dense", own, RECOVERED.format(own))
+    }
+
+
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
     """The metrics of the output folders of finished runs, checked."""
     metrics = {}

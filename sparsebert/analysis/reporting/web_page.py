@@ -18,6 +18,7 @@ from ...version import __version__
 from ..saved_runs import SavedMask
 from ..tables import Table
 from .page_charts import score_figures, scores
+from .page_gains import gains
 from .page_masks import PAGE_BYTES, TILES, mask_data
 from .reports import distinct_names, report_tables
 
@@ -78,6 +79,7 @@ def make_page(masks: Sequence[PageMask], runs: Mapping[Path, dict[str, Any]]) ->
         "script": "".join(map(_text, SCRIPTS if masks else SCRIPTS[:1])),
         "title": escape(f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} - sparsebert report"),
         "version": escape(__version__),
+        "gains": _gains_part(runs) if runs else "",
         "masks": _masks_part(masks, data) if masks else "<p>None of the runs has a mask.</p>",
         "pictures": _text("web_page_masks.html") if masks else "",
         "runs": _runs_part(runs) if runs else "",
@@ -157,13 +159,20 @@ def _facts(entry):
     )
 
 
+def _named(runs):
+    return dict(zip(distinct_names([*runs]), runs.values(), strict=True))
+
+
+def _gains_part(runs):
+    items = "".join(f"<li>{escape(text)}</li>" for text in gains(_named(runs)))
+    return (
+        f'<section aria-labelledby="gains"><h2 id="gains">What was gained</h2><ul class="gains">{items}</ul></section>'
+    )
+
+
 def _runs_part(runs):
     tables = "\n".join(map(_html, report_tables(runs)))
-    figures = [
-        score_figures(what, found)
-        for what, found in scores(dict(zip(distinct_names([*runs]), runs.values(), strict=True))).items()
-        if len(found) > 1
-    ]
+    figures = [score_figures(what, found) for what, found in scores(_named(runs)).items() if len(found) > 1]
     charts = f"<h3>Quality against sparsity and time</h3>{''.join(figures)}" if figures else ""
     return f'<section aria-labelledby="runs"><h2 id="runs">Runs</h2>{charts}{tables}</section>'
 
