@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .learning.attach_fields import PatternConfig, SearchConfig
     from .learning.progressive_pruning import ProgressivePruning
     from .learning.search_schedule import SearchSchedule
-    from .learning.searches import SEARCHES
+    from .learning.searches import SEARCHES, register_search
     from .masks.mask_files import MaskFileError
     from .masks.patterns import PATTERNS, build_pattern, register_pattern
     from .masks.sparse_mask import SparseMask
@@ -59,7 +59,7 @@ _HOMES = {
     "learning.attach_fields": "PatternConfig SearchConfig",
     "learning.progressive_pruning": "ProgressivePruning",
     "learning.search_schedule": "SearchSchedule",
-    "learning.searches": "SEARCHES",
+    "learning.searches": "SEARCHES register_search",
     "masks.mask_files": "MaskFileError",
     "masks.patterns": "PATTERNS build_pattern register_pattern",
     "masks.sparse_mask": "SparseMask",
@@ -137,6 +137,7 @@ __all__ = [
     "quantize",
     "register_backend",
     "register_pattern",
+    "register_search",
     "sparse_dot_product_attention",
     "sparsity",
     "sparsity_loss",

@@ -5,6 +5,7 @@ Plain words are read as YAML 1.2 does: only `true` and `false` are truth values,
 and a date or a number with a leading zero is text. Fields that hold truth values still take yes, no, on and off.
 """
 
+import json
 import os
 import re
 import types
@@ -35,6 +36,8 @@ _EXPECTED = {
     list: "a list such as [1, 2]",
     dict: "fields such as {name: value}",
 }
+# Where a training keeps its recipe: the file of its state, and the callback there.
+STATE_NAME, RECORD = "trainer_state.json", "RecipeRecord"
 # Sections of the recipe of a training.
 _RECORDED = {"data", "model", "training"}
 _NULLS = ("~", "null", "Null", "NULL")
@@ -78,6 +81,21 @@ def find_recipe(name: str) -> Path:
         raise FileNotFoundError(str(nearest("recipe", name, recipe_names())))
     known = f"; the recipe that ships with the package is {path.stem!r}" if path.stem in recipe_names() else ""
     raise FileNotFoundError(f"recipe {name}: no such file{known}")
+
+
+def stored_recipe(folder: str | os.PathLike) -> dict[str, dict[str, Any]] | None:
+    """What defined the training whose state a folder holds, by section and field; `None` if that is not recorded."""
+    path = Path(folder) / STATE_NAME
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks", {}).get(RECORD)
+        stored = None if record is None else dict(record["args"]["recipe"])
+        if stored is not None and not all(isinstance(fields, dict) for fields in stored.values()):
+            raise TypeError("sections without fields")
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: not the state of a training ({error!r})") from error
+    return stored
 
 
 class _Loader(yaml.SafeLoader):

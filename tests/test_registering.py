@@ -10,7 +10,17 @@ from conftest import TINY
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface, BertConfig, BertModel
 
-from sparsebert import PATTERNS, attach, build_pattern, register_backend, register_pattern
+from sparsebert import (
+    PATTERNS,
+    SEARCHES,
+    SparseBertConfig,
+    attach,
+    build_pattern,
+    load,
+    register_backend,
+    register_pattern,
+    register_search,
+)
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.choosing.choice import ATTENTION_NAMES
 from sparsebert.learning.attach_fields import AttachFields, PatternConfig, SearchConfig
@@ -27,12 +37,12 @@ def bert():
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
-    for registry in (PATTERNS, BACKENDS):
+    for registry in (PATTERNS, BACKENDS, SEARCHES):
         for name in (known := dict(registry)):
             monkeypatch.setitem(registry, name, known[name])
     yield
-    for registry in (PATTERNS, BACKENDS):
-        for name in ("every_other", "plain", "mine"):
+    for registry in (PATTERNS, BACKENDS, SEARCHES):
+        for name in ("every_other", "plain", "mine", "soft_offsets"):
             registry.pop(name, None)
 
 
@@ -63,12 +73,38 @@ def test_the_example_of_the_documentation():
         (register_backend, ("mine", 3), {}, "function must be a function, got int"),
         (register_backend, ("mine", print), {"supports": ["weigths"]}, "did you mean 'weights'"),
         (register_backend, ("mine", print), {"probability_maps": ["softmin"]}, "did you mean 'softmax'"),
+        (register_search, ("dam_s", "offsets"), {}, "none of soft, .*, got 'dam_s'"),
+        (register_search, ("window", "offsets"), {}, "got 'window'"),
+        (register_search, ("a b", "offsets"), {}, "name must be an identifier"),
+        (register_search, ("mine", "rows"), {}, "form must be one of 'table', 'offsets'"),
+        (register_search, ("mine", "table"), {"stochastic": "no"}, "stochastic must be"),
+        (register_search, ("mine", "table"), {"special_tokens": "last"}, "special_tokens must be"),
+        (register_search, ("mine", "table"), {"mask_constant": 0}, "mask_constant must be in"),
     ],
 )
 def test_what_cannot_be_registered(register, arguments, fields, said):
     with pytest.raises(ValueError, match=said):
         register(*arguments, **fields)
-    assert "mine" not in {**PATTERNS, **BACKENDS}
+    assert "mine" not in {**PATTERNS, **BACKENDS, **SEARCHES}
+
+
+@pytest.mark.parametrize(
+    ("form", "stochastic"),
+    [("table", True), ("offsets", False), ("blocks", False), ("vertical_slash", False)],
+)
+def test_a_search_of_ones_own(form, stochastic, tmp_path):
+    """It learns, and is saved and read back, while it searches and frozen."""
+    register_search("mine", form, stochastic=stochastic, special_tokens="first")
+    assert SparseBertConfig(search="mine").search == "mine"
+    blocks = {"block_size": 16} if form == "blocks" else {}
+    model = attach(bert(), "mine", mask_length=36, target_sparsity=0.5, **blocks).train()
+    model(IDS.repeat(1, 3)).last_hidden_state.square().sum().backward()
+    assert model.sparse_attention.learned.logits.grad.abs().sum() > 0
+    model.save_pretrained(tmp_path / "searching")
+    assert load(tmp_path / "searching").sparse_attention.config.search == "mine"
+    mask = model.freeze()
+    model.save_pretrained(tmp_path / "frozen")
+    assert load(tmp_path / "frozen").sparse_attention.mask == mask
 
 
 @pytest.mark.parametrize("made", [torch.ones(3, 3) > 0, 3])

@@ -62,10 +62,11 @@ def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[
             found[f"pytorch {precision}"] = _with(encoder, _in_precision(encoder.model, precision))
         for engine, (_, package) in ENGINES.items() if on_cpu else ():
             if find_spec(package) is not None:
+                _say(f"compiling: {engine} {precision}")
                 try:
                     model = compile(copy.deepcopy(encoder.model), engine, precision, texts, encoder.tokenizer)
                 except ValueError as error:
-                    print(f"left out: {engine} {precision}: {error}", file=sys.stderr, flush=True)
+                    _say(f"left out: {engine} {precision}: {error}")
                 else:
                     found[f"{engine} {precision}"] = _with(encoder, model)
     return found
@@ -97,15 +98,22 @@ def compare_encoders(
             functions[f"{kind} {name}"] = system.encode
             if kind == "dense" and part < sparse.length:
                 functions[f"{SPLIT} {name}"] = partial(encode_long, system, split=part)
+    begin = time.perf_counter()
     reference = dense.encode(texts)
+    each = (time.perf_counter() - begin) * (1 + rounds * min(TIMED / len(texts), 1))
+    _say(f"{len(functions)} systems: about {each * len(functions):.0f} s, if all are as fast as the dense model")
     systems: dict[str, Any] = {}
     for name, function in functions.items():  # the first call, which compiles and fills caches
         begin = time.perf_counter()
         rows = function(texts)
-        print(f"{name}: {len(texts)} texts in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        _say(f"{name}: {len(texts)} texts in {time.perf_counter() - begin:.1f} s")
         systems[name] = {"norm": float(np.linalg.norm(rows, axis=1).mean())} | closeness(rows, reference)
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    started = time.perf_counter()
+    for done in range(rounds):
+        if done:
+            left = (time.perf_counter() - started) * (rounds - done) / done
+            _say(f"timed: round {done} of {rounds}, about {left:.0f} s left")
         for name, function in functions.items():
             begin = time.perf_counter()
             function(texts[:TIMED])
@@ -124,6 +132,11 @@ def compare_encoders(
             for kind, each in encoders.items()
         },
     }
+
+
+def _say(text):
+    """A line on the way, also where nobody looks at a terminal."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _of(kind, names):

@@ -6,14 +6,11 @@ A learned mask is frozen at the end of its search. Writes to `output_dir` the mo
 `viz`, unless the model is dense) and TensorBoard logs.
 """
 
-from pathlib import Path
-
-from transformers import TrainingArguments
-
+from ..analysis.reporting.repeated_runs import seeds_table
 from ..analysis.reporting.reports import report_tables
 from ..learning.mask_description import PATTERN_FIELDS, STATE_FIELDS, allowed_fields, fields_of_search
 from ..learning.searches import SEARCHES
-from ..training.pretraining.pretraining_run import SECTIONS, pretrain
+from ..training.pretraining.pretraining_run import SECTIONS, pretrain_seeds
 from ._command import Command, Results
 
 
@@ -49,11 +46,15 @@ def command(words):
 
 
 def run(values):
-    metrics = pretrain(values)
-    output = Path(TrainingArguments(**values["training"]).output_dir)
-    notes = [_outcome_text(outcome)] if (outcome := metrics.get("search_outcome")) else []
-    notes += [*(f"picture: {picture}" for picture in sorted(output.glob("*.png"))), f"written to {output}"]
-    return Results(metrics, report_tables({output: metrics}), notes)
+    found = pretrain_seeds(values)
+    notes = []
+    for output, metrics in found.items():
+        notes += [_outcome_text(outcome)] if (outcome := metrics.get("search_outcome")) else []
+        notes += [*(f"picture: {picture}" for picture in sorted(output.glob("*.png"))), f"written to {output}"]
+    if len(found) == 1:
+        return Results(metrics, report_tables(found), notes)
+    content = {str(output): metrics for output, metrics in found.items()}
+    return Results(content, [*report_tables(found), seeds_table(found)], notes)
 
 
 def _outcome_text(outcome):

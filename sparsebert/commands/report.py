@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..analysis.reporting.repeated_runs import penalty_tables, seeds_table
 from ..analysis.reporting.report_sources import Source, read_sources
-from ..analysis.reporting.reports import distinct_names, report_tables, seeds_table
+from ..analysis.reporting.reports import distinct_names, report_tables
 from ..analysis.reporting.web_page import PageMask, check_page, mask_table, write_page
 from ..checks import check_choice
 from ..theory.verdicts import Case, check_cases, details
@@ -32,7 +33,7 @@ class ReportArguments:
         runs (`list[str]`): Output folders of finished runs; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
         overwrite (`bool`): Replace an existing page.
-        seeds (`bool`): The runs are one recipe with several seeds: also print means and intervals of their numbers.
+        seeds (`bool`): The runs differ in nothing but the seed: also print means and intervals of their numbers.
         format (`str`): What tables are printed as: `text`, `markdown`, `latex` (with booktabs) or `csv`.
     """
 
@@ -57,7 +58,7 @@ def run(values):
         raise ValueError("--overwrite needs --output")
     sources = read_sources(options.runs, with_masks=options.output is not None)
     metrics = {Path(source.name): source.metrics for source in sources if source.metrics is not None}
-    tables = report_tables(metrics) + ([seeds_table(metrics)] if options.seeds else [])
+    tables = report_tables(metrics) + penalty_tables(metrics) + ([seeds_table(metrics)] if options.seeds else [])
     pictures = [f"picture: {picture}" for folder in metrics for picture in sorted(folder.glob("*.png"))]
     if options.output is not None:
         write_page(options.output, _page_masks(sources), metrics)

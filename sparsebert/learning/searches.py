@@ -15,7 +15,9 @@ import torch
 from torch import distributed
 from torch.nn.functional import logsigmoid
 
+from ..checks import check_choice, check_range
 from ..masks.expansion import SPECIAL_TOKENS, learned_ranges, parameter_index
+from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from .decided_entries import VerticalSlash
 
@@ -58,6 +60,46 @@ SEARCHES = {
     "dam_b": Search("blocks", stochastic=True, special_tokens="first_last", mask_constant=1e4),
     "vertical_slash": Search("vertical_slash", stochastic=True, special_tokens="first_last", mask_constant=1e4),
 }
+_OWN = tuple(SEARCHES)
+_FORMS = ("table", "offsets", "blocks", "vertical_slash")
+
+
+def register_search(
+    name: str,
+    form: str,
+    *,
+    stochastic: bool = True,
+    special_tokens: str = "first_last",
+    mask_constant: float | None = None,
+) -> None:
+    """
+    Have a search of your own known in this process, wherever the key of `SEARCHES` is taken. Register it before a
+    model that was searched with it is loaded.
+
+    Args:
+        name (`str`): An identifier, which must not be that of a search of this package or of a pattern. A search that
+            was registered under it is replaced.
+        form (`str`): What has a parameter: `"table"`, `"offsets"`, `"blocks"` or `"vertical_slash"`, see [`Search`].
+        stochastic (`bool`, *optional*, defaults to `True`): Whether training samples the mask with Gumbel noise
+            instead of using P itself.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Default of the configuration's field.
+        mask_constant (`float`, *optional*): Default of the configuration's field, c of the additive form, in
+            (0, 1e4]; 1e4 if the search is stochastic, else 10, since a larger one would saturate P at the start.
+
+    Raises:
+        ValueError: If the name is taken or no name, or one of the other values is not among those above.
+    """
+    if not (isinstance(name, str) and name.isidentifier()) or name in (*_OWN, *PATTERNS):
+        raise ValueError(f"name must be an identifier, and none of {', '.join((*_OWN, *PATTERNS))}, got {name!r}")
+    check_choice("form", form, _FORMS)
+    check_choice("stochastic", stochastic, (True, False))
+    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
+    if mask_constant is None:
+        mask_constant = 1e4 if stochastic else 10.0
+    check_range("mask_constant", mask_constant, 0, 1e4, (int, float))
+    if not mask_constant:
+        raise ValueError("mask_constant must be in (0, 1e4], got 0")
+    SEARCHES[name] = Search(form, stochastic, special_tokens, float(mask_constant))
 
 
 # Below this c, what is removed keeps attention that its gradient can be read from. Above it, 1 / M would only blow up

@@ -1,10 +1,12 @@
 """Tables of runs, as texts."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from sparsebert.analysis.reporting.page_charts import scores
+from sparsebert.analysis.reporting.repeated_runs import penalty_tables, seeds_table
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.analysis.tables import Table, print_tables
 from sparsebert.commands import main
@@ -159,6 +161,53 @@ def test_means_over_seeds(read, tmp_path, capsys):
     for others in (["a"], ["a", "tuned"]):
         assert main(["report", "--seeds", "--runs", *(str(tmp_path / name) for name in others)]) == 2
         assert "--seeds needs two or more" in capsys.readouterr().err
+
+
+def with_recipe(folder, seed, **model):
+    """Write the state of a training with this seed and these fields of the model."""
+    recipe = {
+        "model": {"search": "dam_s", "target_sparsity": None} | model,
+        "training": {"seed": seed, "max_steps": 9},
+    }
+    state = {"stateful_callbacks": {"RecipeRecord": {"args": {"recipe": recipe}}}}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("seed", "fields", "metrics", "said"),
+    [
+        (1, {"share_layers": True}, {}, "model.share_layers is True, but False in"),
+        (0, {"share_layers": False}, {}, "seed 0 is also that of"),
+        (None, {}, {"search": "dam_u"}, "search is 'dam_u', but 'dam_s' in"),
+        (1, {"share_layers": False}, {"mlm_loss": 4.0}, None),
+    ],
+)
+def test_runs_of_several_recipes_are_not_averaged(read, tmp_path, seed, fields, metrics, said):
+    runs = read(a=PRETRAINED, b=PRETRAINED | metrics)
+    if seed is not None:
+        with_recipe(tmp_path / "a", 0, share_layers=False)
+        with_recipe(tmp_path / "b", seed, **fields)
+    if said is None:
+        assert cells(seeds_table(runs), 1)["mean"] == "4.75"
+        return
+    with pytest.raises(ValueError, match=said):
+        seeds_table(runs)
+
+
+def test_lambdas_are_compared(read, tmp_path, capsys):
+    runs = {"a": (0, 1e-4, 0.5, 5.0), "b": (1, 1e-4, 0.6, 5.2), "c": (0, 1e-2, 0.9, 6.0), "d": (0, None, 0.8, 5.0)}
+    read(**{name: PRETRAINED | {"sparsity": run[2], "mlm_loss": run[3]} for name, run in runs.items()})
+    for name, (seed, penalty, *_) in runs.items():
+        target = {"target_sparsity": 0.8} if penalty is None else {}
+        with_recipe(tmp_path / name, seed, **target, sparsity_weight=penalty or 1e-3)
+    assert main(["report", *(str(tmp_path / name) for name in runs), "--format", "csv"]) == 0
+    *_, table = capsys.readouterr().out.rstrip().split("\n\n")
+    assert table.splitlines() == [
+        "lambda,runs,sparsity,mlm_loss,mlm_accuracy",
+        "0.0001,2,55 ± 7.1 %,5.1 ± 0.14,0.125 ± 0",
+        "0.01,1,90 %,6,0.125",
+    ]
+    assert penalty_tables(read_metrics([tmp_path / "a", tmp_path / "b"])) == []
 
 
 def test_tables_for_papers(read, tmp_path, capsys):

@@ -294,7 +294,8 @@ def test_what_was_gained_and_against_what():
         "(two cores).",
         f"trained: {loss}: 5.5 with 50.0 % of the attention removed; against 5.25 without a mask (dense).",
         f"dense: {loss}: 5.25 with 0.0 % of the attention removed.",
-        "tuned: mrpc, validation: f1 in %: 80 ± 2 with 90.0 % of the attention removed, -1.1 [-3.0, +0.4] against dense.",
+        "tuned: mrpc, validation: f1 in %: 80 ± 2 with 90.0 % of the attention removed, -1.1 [-3.0, +0.4] against "
+        "dense.",
         "alone: mrpc, validation: f1 in %: 80 ± 2 with 90.0 % of the attention removed. Give the same run without a "
         "mask as well, to see what that costs.",
         "none: no score.",

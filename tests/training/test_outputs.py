@@ -515,6 +515,27 @@ def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path)
     assert "finished run" in said(pretraining_flags(tmp_path / "new", *SEARCH, "--resume"))
 
 
+def test_several_seeds_of_a_pre_training(pretraining_flags, said, tmp_path, capsys):
+    """The finished ones are kept when the command goes on, and all are of one recipe."""
+    words = pretraining_flags(
+        tmp_path / "runs", "--pattern", "window", "--seeds", "2", "--seed", "7", "--max_steps", "2"
+    )
+    for flags, line in (
+        (["--resume_from_checkpoint", "true"], "resume_from_checkpoint has no meaning with several seeds"),
+        (["--seeds", "[3, 3]"], "a list of different seeds"),
+    ):
+        assert line in said([*words, *flags])
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Mean of 2 runs" in out and f"written to {tmp_path / 'runs/seed_8'}" in out
+    before = contents(tmp_path / "runs/seed_7")
+    assert "seed_7 holds a finished run: add --resume" in said(words)
+    shutil.rmtree(tmp_path / "runs/seed_8")
+    assert main([*words, "--resume"]) == 0 and contents(tmp_path / "runs/seed_7") == before
+    shutil.rmtree(tmp_path / "runs/seed_8")
+    assert "training.learning_rate is 0.5, but 0.001 in" in said([*words, "--resume", "--learning_rate", "0.5"])
+
+
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_run_killed_in_its_first_checkpoint_starts_again(
     saved, pretraining_flags, said, caplog, tmp_path, replacing

@@ -63,9 +63,10 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
         if which == 0:
             axis.set_ylabel(f"layer {layer}", fontsize=7)
     partly = "" if interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
+    each = " in all, and in each head as written above it" if num_layers > 1 else ""
     figure.suptitle(
         f"Attention masks{f' of {name}' if name else ''}\n{average_text(table[None])}, "
-        f"{1 - table.count_nonzero() / table.numel():.1%} removed{' in all, and in each head as written above it' * (num_layers > 1)}\n"
+        f"{1 - table.count_nonzero() / table.numel():.1%} removed{each}\n"
         f"({_WHITE_ATTENDS}{partly})",
         fontsize=10,
     )

@@ -69,16 +69,15 @@ def scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
     """
     if "agreement" in metrics:
         own, model = own_mask(metrics.get("mask")), metrics["model"]
+        recovered = RECOVERED.format(own)
         others = other_masks(metrics)
         best = [max(others, key=lambda name: others[name]["cosine"])] if others else []
-        for name in ("dense", own, RECOVERED.format(own), *best):
+        for name in ("dense", own, recovered, *best):
             if (numbers := metrics["agreement"].get(name)) is None:
                 continue
-            label = {"dense": "dense", own: run, RECOVERED.format(own): f"{run}, recovered"}.get(
-                name, f"{run}: {name}"
-            )
+            label = {"dense": "dense", own: run, recovered: f"{run}, recovered"}.get(name, f"{run}: {name}")
             removed = metrics["sparsity"].get(name, metrics["sparsity"][own])
-            seconds = metrics["seconds"]["total"] if name in (own, RECOVERED.format(own)) else None
+            seconds = metrics["seconds"]["total"] if name in (own, recovered) else None
             yield f"{model}: cosine with the dense model", Score(label, numbers["cosine"], None, removed, seconds)
             if "score" in numbers:
                 yield f"{model}: {metrics['task']}", Score(label, 100 * numbers["score"], None, removed, seconds)

@@ -7,10 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ...checks import check_installed
 from ...data.tasks.glue import GLUE_COLUMNS
 from ...files import METRICS_NAME
-from ..statistics import CONFIDENCE, summarize
 from ..tables import Table
 
 
@@ -131,46 +129,6 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
         tables += [Table.of(title, rows[title], notes[title])] if rows[title] else []
         tables += grids if title == FINETUNING else []
     return tables
-
-
-def seeds_table(runs: Mapping[Path, dict[str, Any]]) -> Table:
-    """
-    Mean, deviation and 95 % interval (Student's t) of the numbers of runs from [`read_metrics`] that differ in their
-    seed.
-    """
-    check_installed("an interval", "scipy")
-    from scipy import stats
-
-    found = [_numbers(metrics) for metrics in runs.values()]
-    if len(found) < 2 or len({frozenset(numbers) for numbers in found}) > 1 or not found[0]:
-        raise ValueError(
-            "--seeds needs two or more pre-trainings, searches or translations of one recipe, got "
-            f"{', '.join(map(str, runs)) or 'none'}"
-        )
-    rows = []
-    for name in found[0]:
-        values = [numbers[name] for numbers in found]
-        mean, std = summarize(values)["mean"], summarize(values)["std"]
-        half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * std / len(values) ** 0.5
-        interval = f"[{mean - half:.4g}, {mean + half:.4g}]"
-        rows.append({"number": name, "mean": f"{mean:.4g}", "deviation": f"{std:.2g}", "95 % interval": interval})
-    return Table.of(f"Mean of {len(found)} runs", rows, [", ".join(distinct_names([*runs]))])
-
-
-def _numbers(metrics):
-    """What is averaged over seeds; a fine-tuning averages its own."""
-    if "agreement" in metrics:
-        own = own_mask(metrics.get("mask"))
-        named = {"sparsity": metrics["sparsity"][own]} | {
-            f"{name} ({key})": metrics["agreement"][name].get(key)
-            for name in (own, RECOVERED.format(own))
-            for key in ("cosine", "mlm_loss", "score")
-            if name in metrics["agreement"]
-        }
-    else:
-        keys = ("sparsity", "mlm_loss", "mlm_accuracy", "perplexity", "nsp_accuracy", "bleu", "loss")
-        named = {} if "task" in metrics or "glue" in metrics else {key: metrics.get(key) for key in keys}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _pretraining_row(name, metrics):

@@ -20,6 +20,7 @@ from ..tables import Table
 from .page_charts import score_figures, scores
 from .page_gains import gains
 from .page_masks import PAGE_BYTES, TILES, mask_data
+from .repeated_runs import penalty_tables
 from .reports import distinct_names, report_tables
 
 
@@ -171,7 +172,7 @@ def _gains_part(runs):
 
 
 def _runs_part(runs):
-    tables = "\n".join(map(_html, report_tables(runs)))
+    tables = "\n".join(map(_html, report_tables(runs) + penalty_tables(runs)))
     figures = [score_figures(what, found) for what, found in scores(_named(runs)).items() if len(found) > 1]
     charts = f"<h3>Quality against sparsity and time</h3>{''.join(figures)}" if figures else ""
     return f'<section aria-labelledby="runs"><h2 id="runs">Runs</h2>{charts}{tables}</section>'

@@ -37,7 +37,6 @@ logger = logging.get_logger(__name__)
 NEW_SEARCH = "_new_search"
 # Fields that are not about the mask itself, and its length.
 _OF_MODEL = ("allow_empty_rows", "skip_padding", *MODEL_FIELDS)
-_SIGNED = [(name, False, None, False) for name, search in SEARCHES.items() if search.toeplitz]
 _KEPT = {*_OF_MODEL, "mask_length"}
 
 
@@ -62,7 +61,8 @@ class SparseBertConfig(MaskedConfigMixin, MaskFields, BertConfig):
                 self.search = "dam_s"
             else:
                 self.pattern = "dense"
-        if (self.search, self.symmetric, self.special_rows, self.frozen) in _SIGNED:
+        search = SEARCHES.get(self.search) if isinstance(self.search, str) else None
+        if search and search.toeplitz and (self.symmetric, self.special_rows, self.frozen) == (False, None, False):
             self.special_rows = True  # so that it is written, which tells what symmetric means, see `with_meaning`
         if self.mask_length is None:
             self.mask_length = default_mask_length(self.max_position_embeddings)

@@ -11,10 +11,7 @@ from transformers import TrainingArguments
 from ...checks import CheckedFields, nearest, number
 from ...data.tasks import Task
 from ...hub import HubArguments
-from ..runs.run_checks import read_training
-
-
-MOST_RUNS = 10_000
+from ..runs.run_checks import check_seeds, read_training
 
 
 def _finite(value: float) -> None:
@@ -25,16 +22,6 @@ def _finite(value: float) -> None:
 def _grid(value: Any) -> None:
     if not isinstance(value, (bool, dict)):
         raise ValueError(f"must be true or a dictionary of lists of values, got {value!r}")
-
-
-def _seeds(value: Any) -> None:
-    listed = value if isinstance(value, list) else [value]
-    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
-        raise ValueError(f"must be a number of runs or a list of seeds, got {value!r}")
-    if value == 0 or len(set(listed)) < len(listed):
-        raise ValueError(f"must be at least 1, or a list of different seeds, got {value!r}")
-    if isinstance(value, int) and value > MOST_RUNS:
-        raise ValueError(f"must be at most {MOST_RUNS} runs, got {value}")
 
 
 @dataclass
@@ -115,7 +102,7 @@ class FinetuningArguments(CheckedFields, HubArguments):
     n_best_size: int = validated_field(number(1), default=20)
     max_answer_length: int = validated_field(number(1), default=30)
     no_answer_threshold: float = validated_field(_finite, default=0.0)
-    seeds: int | list = validated_field(_seeds, default=1)
+    seeds: int | list = validated_field(check_seeds, default=1)
     sweep: bool | dict = validated_field(_grid, default=False)
     baseline: str | None = None
     simple_baseline: bool = True

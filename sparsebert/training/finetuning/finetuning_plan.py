@@ -7,11 +7,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ...checks import LARGEST_SEED, nearest
+from ...checks import nearest
 from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE
 from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir
 from ...recipe_files import convert, read_stored_recipe
+from ..runs.run_checks import read_seeds
 from ..runs.run_folders import choose_folder
 from ..runs.sources import check_kept
 from .finetuning_arguments import FinetuningArguments, training_arguments
@@ -81,14 +82,6 @@ def read_grid(sweep: bool | dict) -> dict[str, list]:
 def cells_of(grid: dict[str, list]) -> list[dict[str, Any]]:
     """The settings of every cell; without a grid there is one, which changes nothing."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
-def read_seeds(seeds: int | list, first: int) -> list[int]:
-    """The seeds of the runs; a number of runs counts up from `first`."""
-    found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
-    if max(found) > LARGEST_SEED:
-        raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")
-    return found
 
 
 def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[bool, bool, bool]:

@@ -25,7 +25,7 @@ from ...learning.searches import SEARCHES
 from ...masks.patterns import PATTERNS
 from ...models.architectures import num_positions
 from ...models.bert.configuration_sparsebert import SparseBertConfig
-from ..runs.run_checks import check_model_fields, check_sizes_of
+from ..runs.run_checks import check_model_fields, check_seeds, check_sizes_of
 from ..runs.sources import check_kept, check_source, check_text_files
 from ..time_budget import SCHEDULES, counts_steps
 
@@ -79,6 +79,9 @@ class PretrainingArguments(CheckedFields, HubArguments):
         batch_ramp (`float`): Fraction of the training during which the batch grows to its full size; until then, the
             weights are updated several times in each step. Needs `gradient_accumulation_steps`.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
+        seeds (`int` or `list`): Number of runs, counted up from `training.seed`, or a list of seeds. Several run one
+            after the other, each in a folder `seed_N` of the output folder; with `resume`, those that are finished are
+            kept.
         pictures (`bool`): Draw the mask at the end, if matplotlib is installed and the model is not dense.
         resume (`bool`): Continue from the newest complete checkpoint in the output folder, if there is one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
@@ -109,6 +112,7 @@ class PretrainingArguments(CheckedFields, HubArguments):
     max_minutes: float | None = validated_field(interval(0, math.inf, low_open=True, high_open=True), default=None)
     batch_ramp: float = validated_field(number(0, 1, (int, float)), default=0.0)
     attn_implementation: str = "sparse_auto"
+    seeds: int | list = validated_field(check_seeds, default=1)
     pictures: bool = True
     resume: bool = False
     allow_partial_resume: bool = False

@@ -5,11 +5,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import PartialState
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ...analysis.importance import analyzed_special_tokens, position_groups
+from ...analysis.reporting.repeated_runs import check_intervals, check_one_recipe
+from ...analysis.reporting.reports import read_metrics
+from ...files import METRICS_NAME, FinishedRunError
 from ...learning.learned_mask import expand_probs, read_outcome
 from ...learning.progressive_pruning import ProgressivePruning
 from ...learning.search_schedule import SearchSchedule
@@ -18,7 +22,8 @@ from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ..batch_ramp import BatchRamp
 from ..runs.resuming import check_checkpoint
 from ..runs.run_cards import add_pretraining, draw_run
-from ..runs.run_checks import read_training
+from ..runs.run_checks import read_seeds, read_training
+from ..runs.run_folders import check_unfinished
 from ..runs.run_life import TrainingRun, training_run
 from ..time_budget import ENDLESS, TimeBudget, counts_steps
 from ..trainer import SparseBertTrainer
@@ -35,6 +40,39 @@ if TYPE_CHECKING:
 SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
 
 
+def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """
+    [`pretrain`] with each of `data.seeds`, and the metrics by output folder: that of the recipe, or if there are
+    several seeds, one for each in it. If the run of a seed is interrupted, `resume` goes on with it and keeps those
+    that are finished.
+    """
+    data, training = PretrainingArguments(**recipe["data"]), read_training(recipe["training"])
+    seeds, output = read_seeds(data.seeds, training.seed), Path(str(training.output_dir))
+    folders = {seed: output / f"seed_{seed}" for seed in seeds} if len(seeds) > 1 else {seeds[0]: output}
+    if len(seeds) > 1:
+        check_intervals()
+        for name in ("resume_from_checkpoint", "push_to_hub", "data_seed"):
+            if recipe["training"].get(name) not in (None, False):
+                raise ValueError(f"{name} has no meaning with several seeds, got {recipe['training'][name]!r}")
+        for folder in folders.values() if not (data.resume or data.overwrite) else ():
+            check_unfinished(folder)
+            if (folder / METRICS_NAME).is_file():
+                raise FinishedRunError(f"{folder} holds a finished run: add --resume to keep it, or --overwrite true")
+    found: dict[Path, dict[str, Any]] = {}
+    for seed, folder in folders.items():
+        changed = {"training": recipe["training"] | {"seed": seed, "output_dir": str(folder)}}
+        try:
+            found[folder] = pretrain(recipe | changed | {"data": recipe["data"] | {"seeds": 1}})
+        except FinishedRunError:
+            if not data.resume or len(seeds) == 1:
+                raise
+            found |= read_metrics([folder])
+        if len(seeds) > 1:
+            PartialState().wait_for_everyone()  # until the main process has written all of it
+            check_one_recipe(found)
+    return found
+
+
 def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     Train a model as a recipe says: on masked tokens and sentence pairs (BERT), on masked tokens only, or with
@@ -42,9 +80,11 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was
     logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed and the model is not dense,
-    pictures.
+    pictures. `data.seeds` is for [`pretrain_seeds`].
     """
     data, model = PretrainingArguments(**recipe["data"]), dict(recipe["model"])
+    if data.seeds != 1:
+        raise ValueError(f"seeds must be 1 in pretrain, got {data.seeds!r}: pretrain_seeds runs several")
     training = read_training(recipe["training"])
     check_pretraining(data, model, training)
     check_clock(data, recipe["training"])

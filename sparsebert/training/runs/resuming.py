@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.utils import CONFIG_NAME, logging
 
@@ -24,6 +23,7 @@ from ...learning.search_files import with_meaning
 from ...masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ...masks.sparse_mask import SparseMask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
+from ...recipe_files import STATE_NAME, stored_recipe
 
 
 if TYPE_CHECKING:
@@ -164,15 +164,9 @@ def check_recipe(checkpoint: str | os.PathLike, recipe: Mapping[str, Mapping[str
     Check that a run has the recipe of the checkpoint that it resumes from. Only sections and fields that both have are
     compared.
     """
-    path = Path(checkpoint) / TRAINER_STATE_NAME
-    if not path.is_file():
+    if not (Path(checkpoint) / STATE_NAME).is_file():
         return
-    try:
-        record = json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks", {}).get(RecipeRecord.__name__)
-        stored = None if record is None else record["args"]["recipe"]
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not the state of a training ({error!r})") from error
-    if stored is None:
+    if (stored := stored_recipe(checkpoint)) is None:
         logger.warning(f"{checkpoint} does not hold the recipe it was trained with: the recipe is not compared.")
         return
     lines = []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 _NUMBER = (int, float)
+_MOST_RUNS = 10_000
 # What `TrainingArguments` takes without a look, and a run would fail of later: low, high and kind.
 _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
     "gradient_accumulation_steps": (1, None, int),
@@ -182,3 +183,22 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
             sparse_attention.config.probability_map, training.device.index,
         )  # fmt: skip
         check_request(name, request)
+
+
+def check_seeds(value: Any) -> None:
+    """A validator for `validated_field`: a number of runs, or a list of different seeds."""
+    listed = value if isinstance(value, list) else [value]
+    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
+        raise ValueError(f"must be a number of runs or a list of seeds, got {value!r}")
+    if value == 0 or len(set(listed)) < len(listed):
+        raise ValueError(f"must be at least 1, or a list of different seeds, got {value!r}")
+    if isinstance(value, int) and value > _MOST_RUNS:
+        raise ValueError(f"must be at most {_MOST_RUNS} runs, got {value}")
+
+
+def read_seeds(seeds: int | list, first: int) -> list[int]:
+    """The seeds of the runs; a number of runs counts up from `first`."""
+    found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
+    if max(found) > LARGEST_SEED:
+        raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")
+    return found
