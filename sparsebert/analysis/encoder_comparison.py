@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel
 
 from ..hub import check_available, check_path, read_config, read_tokenizer
 from ..models.architectures import num_positions
@@ -22,6 +21,7 @@ from ..models.inference.compiled_files import is_compiled
 from ..models.inference.compiling import ENGINES, compile
 from ..models.inference.text_encoders import TextEncoder, encode_long, pooling_of
 from ..models.loading import read_model
+from ..models.model_classes import encoder_class_of
 from ..models.quantization import quantize
 from .statistics import CONFIDENCE
 from .tables import Table
@@ -43,7 +43,7 @@ def read_encoder(source: str, length: int, **hub_arguments: Any) -> TextEncoder:
     config = read_config(source, **hub_arguments)
     pooling = pooling_of(source, **hub_arguments)
     tokenizer = read_tokenizer(source, config, **hub_arguments)
-    model = read_model(AutoModel.from_pretrained, source, **hub_arguments).eval()
+    model = read_model(encoder_class_of(config).from_pretrained, source, **hub_arguments).eval()
     if not is_compiled(source, hub_arguments.get("subfolder")) and torch.cuda.is_available():
         model = model.cuda()
     return TextEncoder(model, tokenizer, min(length, num_positions(config)), *pooling)

@@ -17,7 +17,6 @@ from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import in_short, nearest
@@ -32,6 +31,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.bert.configuration_sparsebert import SparseBertConfig
 from ..models.bert.modeling_sparsebert import SparseBertModel
 from ..models.loading import load, read_model
+from ..models.model_classes import encoder_class_of
 from .importance import KEPT
 
 
@@ -128,7 +128,8 @@ def _read_search(source, config, hub_arguments):
     logging.set_verbosity_error()  # the weights of the model's heads are not read
     try:
         if config is None:
-            return load(source, AutoModel, **hub_arguments).sparse_attention
+            made = encoder_class_of(read_config(source, **hub_arguments))
+            return load(source, made, **hub_arguments).sparse_attention
         read = SparseBertModel.from_pretrained
         model, report = read_model(read, source, output_loading_info=True, **hub_arguments)
     finally:

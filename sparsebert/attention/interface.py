@@ -20,7 +20,7 @@ from .backends import BACKENDS, prepared, run_backend
 from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
 from .choosing.choice import ATTENTION_NAMES, CHOICES, SAVED_NAMES, TWINS
-from .mask_inputs import MaskInputs, check_arguments
+from .mask_inputs import MaskInPlace, MaskInputs, check_arguments
 from .probability_maps import PROBABILITY_MAPS
 
 
@@ -40,11 +40,12 @@ def sparse_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | MaskInPlace | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     mask_inputs: MaskInputs | None = None,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
@@ -53,12 +54,18 @@ def sparse_attention_forward(
     Key and value may have fewer heads than the query, several of which then share one. `mask_inputs` are those that
     [`SparseAttention`] prepared for this forward, `attention_mask` the result of [`sparse_attention_mask`]. Modules
     that carry no mask, such as cross-attention, run dense, and causal if `is_causal` or else the module's attribute of
-    that name says so; if the whole model carries none, a warning says so once. Returns the output `(B, n, H, d)`, and
-    the probabilities `(B, H, n, m)` or `None`.
+    that name says so; if the whole model carries none, a warning says so once. A `position_bias` is added to their
+    scores; under a mask the mask inputs have it. Returns the output `(B, n, H, d)`, and the probabilities `(B, H, n,
+    m)` or `None`.
     """
     check_arguments(module, kwargs)
+    if isinstance(attention_mask, MaskInPlace):
+        mask_inputs, attention_mask = attention_mask.mask_inputs, attention_mask.attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if getattr(module, "sparse_attention", None) is None:
+    carries_mask = getattr(module, "sparse_attention", None) is not None
+    if carries_mask and (mask_inputs is None or mask_inputs.distance_bias[0] is None):
+        check_arguments(module, {"position_bias": position_bias})
+    if not carries_mask:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) in SAVED_NAMES:
             raise RuntimeError(
                 f"{type(module).__name__}: the model was saved with a mask, and loaded without it while "
@@ -70,7 +77,7 @@ def sparse_attention_forward(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and (attention_mask is None or attention_mask.dim() == 2):
             attention_mask = _with_causality(attention_mask, query.shape[2], key.shape[2], query.device)
-        mask_inputs = MaskInputs.dense(attention_mask, backend)
+        mask_inputs = MaskInputs.dense(attention_mask, backend, position_bias)
     elif mask_inputs is None:
         raise RuntimeError(
             f"{type(module).__name__} carries a sparse mask but was called without its base model, which prepares it"
@@ -122,13 +129,14 @@ def sparse_attention_mask(
     """
     The mask function registered under all our names.
 
-    For bidirectional and causal attention it returns the padding mask `(B, m)` or `None` unchanged, since
-    [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`] where there is none. For
-    anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n, m)`. A stock model
-    `WITHOUT_INTERFACE` gets what is to be added to its scores.
+    A [`MaskInPlace`] stays what it is. For bidirectional and causal attention it returns the padding mask `(B, m)` or
+    `None` unchanged, since [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`]
+    where there is none. For anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n,
+    m)`. A stock model `WITHOUT_INTERFACE` gets what is to be added to its scores.
     """
-    model_type = getattr(kwargs.get("config"), "model_type", None)
-    if model_type in WITHOUT_INTERFACE and (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+    if isinstance(attention_mask, MaskInPlace):
+        return attention_mask  # type: ignore[return-value]
+    if getattr(kwargs.get("config"), "model_type", None) in WITHOUT_INTERFACE:
         if not torch.compiler.is_compiling():
             logger.warning_once(_RUNS_DENSE % "MPNetSelfAttention")
         functions: Any = {"mask_function": mask_function, "attention_mask": attention_mask}

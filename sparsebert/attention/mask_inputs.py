@@ -118,12 +118,16 @@ class MaskInputs:
     moved: dict[torch.device, "MaskInputs"] = field(init=False, default_factory=dict)
 
     @classmethod
-    def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":
+    def dense(
+        cls, attention_mask: torch.Tensor | None, backend: str, position_bias: torch.Tensor | None = None
+    ) -> "MaskInputs":
         """
         The inputs of dense attention, under the host's own mask only: `(B, m)` or `(B, 1, n, m)`, bool or added to the
-        scores.
+        scores, as is a `position_bias`.
         """
-        bias = None if attention_mask is None else additive_4d(attention_mask)
+        bias = position_bias if attention_mask is None else additive_4d(attention_mask)
+        if attention_mask is not None and position_bias is not None:
+            bias = bias + position_bias
         return cls(backend, bias=(bias,))
 
     def for_layer(self, layer: int, attention_mask: torch.Tensor | None = None) -> "MaskInputs":
@@ -236,6 +240,29 @@ class MaskInputs:
             return length
         grown = 1 << (length - 1).bit_length()
         return min(grown, mask.length) if length <= mask.length else grown
+
+
+@dataclass(frozen=True)
+class MaskInPlace:
+    """
+    What a base model is given in the place of its attention mask, where that is all that reaches the attention, or
+    where the model would make masks for sliding windows of it.
+
+    Args:
+        mask_inputs ([`MaskInputs`]): The inputs of the mask.
+        attention_mask (`torch.Tensor`, *optional*): A mask of the caller to apply in addition, if it is 4-D.
+    """
+
+    mask_inputs: MaskInputs
+    attention_mask: torch.Tensor | None
+
+    # What transformers asks of a mask before it gives it to our function of masks, which returns it.
+    ndim = 1
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The number of keys."""
+        return (self.mask_inputs.num_keys,)
 
 
 def _moved(value, device):

@@ -54,9 +54,9 @@ class AttentionScores:
         num_layers, _, length, _ = shape
 
         def collect(module, args, kwargs, output):
-            if not module.training or output[1] is None:  # left by a step that was interrupted
+            if not module.training or output[-1] is None:  # left by a step that was interrupted
                 return
-            weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
+            weights = output[-1].detach()[..., :length, :length]  # (B, H, n, n)
             size = weights.shape[-1]
             # An attention without an interface has them in the place of its attention mask.
             inputs = kwargs["mask_inputs"] if "mask_inputs" in kwargs else args[1].mask_inputs

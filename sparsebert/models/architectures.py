@@ -3,41 +3,72 @@ The stock encoders that can carry a mask, and what has to be known about them. A
 tests.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hub import commit_of
 from ..learning.mask_description import Carrier, MaskDescription, default_mask_length
-from .families import mpnet
+from .families import layoutlm, mpnet, t5
 
 
-# Model type to the class of its self-attention. All but those in `FAMILIES` pass the keyword arguments of the base
-# model on to the attention function of transformers, which is how a mask reaches it.
+# Model type to the class of its self-attention. It passes the keyword arguments of the base model on to the attention
+# function of transformers, which is how a mask reaches it, unless `FAMILIES` say otherwise.
 ARCHITECTURES = {
     "albert": "AlbertAttention",
     "bert": "BertSelfAttention",
     "camembert": "CamembertSelfAttention",
+    "deit": "DeiTAttention",
+    "dinov2": "Dinov2Attention",
     "distilbert": "DistilBertSelfAttention",
     "electra": "ElectraSelfAttention",
+    "ernie": "ErnieSelfAttention",
+    "esm": "EsmSelfAttention",
     "eurobert": "EuroBertAttention",
+    "gte": "GteAttention",
+    "jina_embeddings_v3": "JinaEmbeddingsV3Attention",
+    "layoutlm": "LayoutLMSelfAttention",
     "mobilebert": "MobileBertSelfAttention",
     "modernbert": "ModernBertAttention",
     "mpnet": "MPNetSelfAttention",
+    "mt5": "MT5Attention",
+    "nomic_bert": "NomicBertAttention",
     "roberta": "RobertaSelfAttention",
+    "roberta-prelayernorm": "RobertaPreLayerNormSelfAttention",
     "sparsebert": "BertSelfAttention",
+    "t5": "T5Attention",
+    "ultrabert": "UltrabertAttention",
+    "umt5": "UMT5Attention",
     "vit": "ViTAttention",
     "xlm-roberta": "XLMRobertaSelfAttention",
+    "xmod": "XmodSelfAttention",
 }
 
-# Model types whose attention transformers runs without its interface, and the modules with what is ours in them.
-FAMILIES = {"mpnet": mpnet}
-# Model types whose layers other than attention mix neighboring tokens: the embeddings of MobileBERT are of trigrams.
-MIXES_NEIGHBORS = ("mobilebert",)
+# Model types of which parts are ours while they carry a mask, and the modules with these.
+FAMILIES: dict[str, Any] = {"layoutlm": layoutlm, "mpnet": mpnet, **dict.fromkeys(t5.MODEL_TYPES, t5)}
+# Those whose scores have a bias per distance.
+DISTANCE_BIASED = tuple(name for name, family in FAMILIES.items() if hasattr(family, "bias_by_distance"))
+# Why a mask has no meaning for the attention of some types.
+_DISENTANGLED = "Its scores depend on what a token is and on where another one is, which no bias per distance can say"
+_SPARSE = "Its attention does not compute the scores of all pairs of tokens, from which a mask could take some"
+_OTHER_ATTENTION = dict.fromkeys(("deberta", "deberta-v2"), _DISENTANGLED) | dict.fromkeys(
+    ("big_bird", "fnet", "longformer", "nystromformer", "reformer", "yoso"), _SPARSE
+)
+# Classes of models that are parts of others, and none by themselves.
+INNER = ("Dinov2Encoder", "MT5Stack", "T5Stack", "UMT5Stack")
+# Model types whose embeddings mix the tokens of a row: those of MobileBERT are of trigrams, ESM scales by the share of
+# masked ones.
+MIXES_TOKENS = ("esm", "mobilebert")
+# Model types that count positions from the one after that of the padding token.
+_AFTER_PADDING = ("camembert", "esm", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod")
+# Longer than any input: a model with relative positions alone has no longest one.
+_NO_END = 2**20
 
 
 def check_architecture(model_type: str) -> None:
@@ -45,8 +76,24 @@ def check_architecture(model_type: str) -> None:
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"a model of type {model_type!r} cannot carry a mask: use one of "
-            f"{', '.join(name for name in ARCHITECTURES if name != 'sparsebert')}"
+            f"{', '.join(name for name in ARCHITECTURES if name != 'sparsebert')}{_what_is_missing(model_type)}"
         )
+
+
+def _what_is_missing(model_type):
+    """What would have to be written for models of another type, for a message."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    found = getattr(transformers, str(MODEL_MAPPING_NAMES.get(model_type)), None)
+    if found is None:
+        return ""
+    if model_type in _OTHER_ATTENTION:
+        return f". {_OTHER_ATTENTION[model_type]}"
+    if hasattr(sys.modules[found.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        how = "takes an attention function: if it is an encoder, it may need no more than a row in ARCHITECTURES"
+    else:
+        how = "takes no attention function: it would need a forward of its own, as MPNet has one"
+    return f". The attention of {found.__name__} {how} (docs/extending.md, An architecture)"
 
 
 def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -58,12 +105,26 @@ def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {place: module for place, module in modules if any(base.__name__ == name for base in type(module).__mro__)}
 
 
+def has_decoder(model: PreTrainedModel) -> bool:
+    """Whether a model has a decoder, which the configuration of a T5 does not tell: its encoder may share it."""
+    if model.config.model_type in t5.MODEL_TYPES:
+        return any(getattr(part, "is_decoder", False) for part in model.modules())
+    return any(getattr(model.config, name, False) for name in ("is_decoder", "is_encoder_decoder"))
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """The configurations of a model, of its base model, and of the stack of a UMT5, which has one of its own."""
+    parts = (part for part in (model, *model.base_model.modules()) if isinstance(part, PreTrainedModel))
+    own = {id(part.config): part.config for part in parts if part.config.model_type == model.config.model_type}
+    return list(own.values())
+
+
 def carrier_of(model: PreTrainedModel) -> Carrier:
     """What the mask of a stock model has to know about it."""
     config = model.config
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or getattr(config, "true_hidden_size", config.hidden_size) // heads
-    dropout = "attention_dropout" if hasattr(config, "attention_dropout") else "attention_probs_dropout_prob"
+    names = ("attention_dropout", "attention_probs_dropout_prob", "dropout_rate")
     window, local_layers = sliding_window(config)
     return Carrier(
         num_layers=config.num_hidden_layers,
@@ -71,13 +132,13 @@ def carrier_of(model: PreTrainedModel) -> Carrier:
         head_size=head_size,
         num_positions=num_positions(config),
         is_decoder=bool(getattr(config, "is_decoder", False)),
-        dropout=getattr(config, dropout),
+        dropout=next(getattr(config, name) for name in names if hasattr(config, name)),
         name=config.name_or_path or "",
         revision=commit_of(config),
         window=window,
         local_layers=local_layers,
         one_layer=shares_weights(config),
-        distance_bias=config.model_type in FAMILIES,
+        distance_bias=config.model_type in DISTANCE_BIASED,
     )
 
 
@@ -90,10 +151,10 @@ def shares_weights(config: PreTrainedConfig) -> bool:
 def describe(model: PreTrainedModel, **fields: Any) -> MaskDescription:
     """The description of a mask for a stock model; a `ValueError` if a field is out of its range or has no meaning."""
     config = model.config
-    if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBORS:
+    if fields.get("skip_padding") and config.model_type in MIXES_TOKENS:
         raise ValueError(
-            f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighboring "
-            "tokens outside attention: set it to false"
+            f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes the tokens of a "
+            "row outside attention: set it to false"
         )
     longest = num_positions(config)
     if fields.get("mask_length") is None:
@@ -117,14 +178,23 @@ def first_position(config: PreTrainedConfig) -> int:
     """Position of the first token: 0, or in a RoBERTa the one after that of its padding token."""
     if config.model_type == "mpnet":
         return 2  # whatever its padding token
-    return config.pad_token_id + 1 if config.model_type in ("camembert", "roberta", "xlm-roberta") else 0
+    return config.pad_token_id + 1 if config.model_type in _AFTER_PADDING else 0
 
 
 def num_positions(config: PreTrainedConfig) -> int:
     """Number of tokens of the longest input that a model takes."""
     if hasattr(config, "max_position_embeddings"):
         return config.max_position_embeddings - first_position(config)
-    return _num_patches(config, *_pair(config.image_size)) + 1
+    return _num_patches(config, *_pair(config.image_size)) + _class_tokens(config) if reads_images(config) else _NO_END
+
+
+def reads_images(config: PreTrainedConfig) -> bool:
+    """Whether the tokens of a model are the patches of an image."""
+    return hasattr(config, "patch_size")
+
+
+def _class_tokens(config):
+    return 2 if config.model_type == "deit" else 1  # which also has one that is distilled
 
 
 def _pair(size):
@@ -137,10 +207,10 @@ def _num_patches(config, height, width):
 
 
 def input_shape(config: PreTrainedConfig, given: Mapping[str, Any]) -> tuple[int, int, torch.device] | None:
-    """Batch size, length (with the class token of an image) and device of the input in the arguments of a forward."""
+    """Batch size, length (with the class tokens of an image) and device of the input in the arguments of a forward."""
     pixels = given.get("pixel_values")
     if torch.is_tensor(pixels):
-        return pixels.shape[0], _num_patches(config, *pixels.shape[-2:]) + 1, pixels.device
+        return pixels.shape[0], _num_patches(config, *pixels.shape[-2:]) + _class_tokens(config), pixels.device
     states = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     return None if states is None else (states.shape[0], states.shape[1], states.device)
 

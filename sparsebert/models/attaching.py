@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.choosing.choice import SAVED_NAMES, sparse_name
+from ..attention.interface import WITHOUT_INTERFACE
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import check_path, check_revision, explained
@@ -23,7 +24,7 @@ from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS, as_mask
 from ..masks.shipped import SHIPPED, shipped_folder
 from ..masks.sparse_mask import SparseMask
-from .architectures import FAMILIES, attention_modules, carrier_of, describe
+from .architectures import FAMILIES, attention_modules, carrier_of, configs_of, describe
 from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .inference.compiled_models import check_not_compiled
@@ -251,8 +252,7 @@ def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> Non
     """Give a model with an attached module the class of an attached model, and its attention implementation."""
     stock = model.config._attn_implementation
     vars(model)["_stock_attention"] = None if stock in SAVED_NAMES else stock
-    configs: Any = (model.config, model.base_model.config)
-    for config in configs:
+    for config in configs_of(model):
         if not isinstance(config, MaskedConfigMixin):
             config.__class__ = derived_class(AttachedConfig, type(config))
             forget_saved_fields(config)
@@ -296,11 +296,12 @@ def detach(model: Model) -> Model:
             _change_class(part, part.stock_class)
     for part in {base, attached}:
         _change_class(part, part.stock_class)
-        if isinstance(part.config, AttachedConfig):
-            part.config.__class__ = part.config.stock_class
-            vars(part.config).pop(STOCK_NAMED, None)
+    for config in configs_of(attached):
+        if isinstance(config, AttachedConfig):
+            config.__class__ = config.stock_class
+            vars(config).pop(STOCK_NAMED, None)
     stock = attributes.pop("_stock_attention")
-    if base.config.model_type in FAMILIES:  # transformers would refuse to set it
+    if base.config.model_type in WITHOUT_INTERFACE:  # transformers would refuse to set it
         base.config._attn_implementation = stock
     else:
         attached.set_attn_implementation(stock)

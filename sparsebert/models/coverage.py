@@ -7,7 +7,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.choosing.choice import ATTENTION_NAMES
-from .architectures import ARCHITECTURES, attention_modules, check_architecture, shares_weights
+from .architectures import (
+    ARCHITECTURES,
+    DISTANCE_BIASED,
+    INNER,
+    attention_modules,
+    check_architecture,
+    has_decoder,
+    shares_weights,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -28,6 +36,11 @@ def check_layers(model: PreTrainedModel) -> None:
         )
     check_architecture(model_type)
     found = attention_modules(model)
+    if model_type in DISTANCE_BIASED and has_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__} has a decoder, and a mask of this type of model is for its encoder alone: load "
+            "that, with AutoModelForTextEncoding, and save it if it is to be given as a folder"
+        )
     nested = [name for name, part in carriers_in(base).items() if any(is_inside(place, name) for place in found)]
     if nested:
         raise ValueError(
@@ -63,7 +76,7 @@ def carriers_in(model: nn.Module) -> dict[str, PreTrainedModel]:
     parts: dict[str, PreTrainedModel] = {}
     for name, part in model.named_modules():
         known = isinstance(part, PreTrainedModel) and part.config.model_type in ARCHITECTURES
-        if known and name and not any(is_inside(name, other) for other in parts):
+        if known and name and type(part).__name__ not in INNER and not any(is_inside(name, other) for other in parts):
             parts[name] = part
     return parts
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.choosing.choice import ATTENTION_NAMES, TWINS, sparse_name, with_attentions
-from ..attention.interface import register_names
-from ..attention.mask_inputs import autocast_dtype
+from ..attention.interface import WITHOUT_INTERFACE, register_names
+from ..attention.mask_inputs import MaskInPlace, autocast_dtype
 from ..attention.model_masks import sparse_attention_of
 from ..masks.exported import exporting
-from .architectures import FAMILIES, cached_length, input_shape
+from .architectures import DISTANCE_BIASED, FAMILIES, cached_length, configs_of, input_shape
 from .coverage import check_reached
 from .model_configs import STOCK_NAMED, Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
@@ -73,7 +73,8 @@ class MaskedForward(_ModelBase):
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """As in transformers, whose names mean the backends of the same kind."""
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
-        self.config._attn_implementation = attn_implementation  # also where only the kind of name is another
+        for config in configs_of(self):
+            config._attn_implementation = attn_implementation  # also where only the kind of name is another
         self._keep_kind_of_name(attn_implementation)
 
     def _keep_kind_of_name(self, name: str | dict | None) -> None:
@@ -186,9 +187,10 @@ def _with_mask_inputs(model, names, args, kwargs):
     if documents is not None:
         batch, num_queries = documents.shape
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
-    family, distance_bias = FAMILIES.get(config.model_type), None
-    if family is not None:
-        distance_bias = family.bias_by_distance(model, num_keys).to(device)
+    distance_bias: tuple[torch.Tensor | None, ...] = (None,)
+    if config.model_type in DISTANCE_BIASED:
+        biases = FAMILIES[config.model_type].bias_by_distance(model, num_keys)
+        distance_bias = tuple(bias.to(device) for bias in biases)
     mask_inputs = sparse_attention(
         name,
         batch,
@@ -200,7 +202,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         dtype=autocast_dtype(device.type, _dtype(model)),
         needs=needs,
         documents=documents,
-        distance_bias=(distance_bias,),
+        distance_bias=distance_bias,
     )
 
     def finish(output):
@@ -208,14 +210,13 @@ def _with_mask_inputs(model, names, args, kwargs):
             check_reached(model, mask_inputs.reached)
         return output if restore is None else restore(output)
 
+    reads_names = config.model_type not in WITHOUT_INTERFACE
+    named = {"mask_inputs": mask_inputs} if reads_names else {}
+    if reads_names and sparse_attention.carrier.window is None:
+        return args, kwargs | named, finish
+    # The windows are part of the mask: the model need not make them.
     own_mask = given.get("attention_mask") if "additive" in needs else None
-    if family is not None:
-        return (), given | {"attention_mask": family.MaskInPlace(mask_inputs, own_mask)}, finish
-    if sparse_attention.carrier.window is None:
-        return args, kwargs | {"mask_inputs": mask_inputs}, finish
-    # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
-    masks = dict.fromkeys(config.layer_types, own_mask)
-    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}, finish
+    return (), given | named | {"attention_mask": MaskInPlace(mask_inputs, own_mask)}, finish
 
 
 def _dtype(model):

@@ -3,10 +3,16 @@
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedConfig, PreTrainedModel
 
 from .bert import modeling_sparsebert
 from .bert.configuration_sparsebert import SparseBertConfig
+from .families.t5 import MODEL_TYPES
+
+
+def encoder_class_of(config: PreTrainedConfig) -> Any:
+    """The Auto class of the encoder of a model, without a head. `AutoModel` would give a T5 its decoder, too."""
+    return AutoModelForTextEncoding if config.model_type in MODEL_TYPES else AutoModel
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:

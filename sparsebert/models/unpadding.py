@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..attention.packed_batches import DocumentSpans, packed_documents, row_documents
 from ..masks.exported import exporting
-from .architectures import MIXES_NEIGHBORS, cached_length, first_position
+from .architectures import MIXES_TOKENS, cached_length, first_position
 
 
 # Heads whose output is that of a row's first token, or is normalized over the row: they know no documents.
@@ -61,19 +61,19 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
-def mixes_neighbors(config: PreTrainedConfig) -> str | None:
+def mixes_tokens(config: PreTrainedConfig) -> str | None:
     """What in a base model mixes the tokens of a row other than attention, or `None`."""
     mixers = set(getattr(config, "token_mixers", None) or ()) - {"attention"}
     if mixers:
         return f"the token mixer {min(mixers)!r}"
-    return f"a model of type {config.model_type!r}" if config.model_type in MIXES_NEIGHBORS else None
+    return f"a model of type {config.model_type!r}" if config.model_type in MIXES_TOKENS else None
 
 
 def check_documents(model: Any) -> None:
     """Refuse packed rows if a part of a base model other than attention mixes the tokens of a row."""
-    if part := mixes_neighbors(model.config):
+    if part := mixes_tokens(model.config):
         raise ValueError(
-            f"position_ids restart within a row, but {part} mixes neighboring tokens, also of different documents: "
+            f"position_ids restart within a row, but {part} mixes the tokens of a row outside attention: "
             "pass one document per row"
         )
 
@@ -108,8 +108,9 @@ def without_padding(
         packed["token_type_ids"] = torch.zeros_like(padding, dtype=torch.long)
     if packed.get("position_ids") is None:
         packed["position_ids"] = default_positions(model.config, packed.get("input_ids"), padding)
-    for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids"):
+    for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "bbox", "lang_ids"):
         if (values := packed.get(name)) is not None:
+            values = values[:, None] if values.dim() == 1 else values  # X-MOD's language of a sequence
             values = values.expand(batch, length, *values.shape[2:])
             packed[name] = values.flatten(0, 1)[documents.tokens.to(values.device)][None]
     packed["attention_mask"] = None

@@ -227,7 +227,7 @@ def test_positions_of_one_row_are_those_of_all(tiny_config, name):
 
 def test_parts_that_mix_neighbors_refuse_packed_rows(tiny_config):
     model = SparseBertModel(tiny_config(pattern="window", token_mixers=["attention", "average"]))
-    with pytest.raises(ValueError, match="token mixer 'average' mixes neighboring tokens"):
+    with pytest.raises(ValueError, match="token mixer 'average' mixes the tokens of a row"):
         model(IDS, **packed())
 
 
@@ -243,8 +243,22 @@ ENCODERS = {
     **{"Bert": {}, "Roberta": {}, "Camembert": {}, "XLMRoberta": {}, "DistilBert": {}, "EuroBert": {}, "MPNet": {}},
     **{"Electra": {"embedding_size": 16}, "Albert": {"embedding_size": 16}},
     "ModernBert": {"local_attention": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    "LayoutLM": {},
+    "Xmod": {"languages": ["en_XX", "de_DE"]},
+    "T5": {"d_kv": 8, "d_ff": 64, "num_labels": 100},
 }
-DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout", "embedding_dropout")
+# Others of the same code.
+SAME = {
+    **{"Ernie": {}, "Gte": {}, "JinaEmbeddingsV3": {}, "NomicBert": {}, "RobertaPreLayerNorm": {}},
+    "UMT5": ENCODERS["T5"],
+    "Ultrabert": {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+}
+# Arguments of some of them that tell something about every token or sequence.
+MORE_INPUTS = {
+    "LayoutLM": {"bbox": torch.arange(LENGTH)[None, :, None].expand(3, -1, 4)},
+    "Xmod": {"lang_ids": torch.tensor([0, 1, 0])},
+}
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout", "dropout_rate")
 
 
 def rows_in_layers(model):
@@ -281,16 +295,17 @@ def with_and_without_padding(model, inputs):
     return results
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [*ENCODERS, *(pytest.param(name, marks=pytest.mark.slow) for name in SAME)])
 def test_encoders_skip_padding(name):
-    config = getattr(transformers, f"{name}Config")(**TEXT | ENCODERS[name])
+    config = getattr(transformers, f"{name}Config")(**TEXT | (ENCODERS | SAME)[name])
     for field in DROPOUT:
         if hasattr(config, field):
             setattr(config, field, 0.0)
-    model = getattr(transformers, f"{name}ForMaskedLM")(config)
+    model = getattr(transformers, f"{name}For{'TokenClassification' if 'T5' in name else 'MaskedLM'}")(config)
     attach(model, "bigbird", mask_length=LENGTH, attn_implementation="sparse_eager", skip_padding=True)
     ids = torch.where(PADDING.bool(), IDS, 1)
     inputs = {"input_ids": ids, "attention_mask": PADDING, "labels": torch.where(PADDING.bool(), ids, -100)}
+    inputs |= MORE_INPUTS.get(name, {})
     shapes = rows_in_layers(model)
     results = with_and_without_padding(model, inputs)
     assert results[0][1]
@@ -300,7 +315,7 @@ def test_encoders_skip_padding(name):
     outputs = []
     for skip in (True, False):
         skip_padding(model, skip)
-        output = base(input_ids=ids, attention_mask=PADDING, return_dict=False)
+        output = base(input_ids=ids, attention_mask=PADDING, **MORE_INPUTS.get(name, {}), return_dict=False)
         outputs.append([output[0] * PADDING[..., None], *output[1:2]])
         assert not skip or output[0][1, 4:].eq(0).all()
     torch.testing.assert_close(*outputs, atol=2e-6, rtol=1e-4)
@@ -387,7 +402,7 @@ def test_a_model_of_trigrams_refuses_both():
     with pytest.raises(ValueError, match="skip_padding true has no meaning for a model of type 'mobilebert'"):
         attach(model, "window", mask_length=LENGTH, skip_padding=True)
     attach(model, "window", mask_length=LENGTH)
-    with pytest.raises(ValueError, match="type 'mobilebert' mixes neighboring tokens"):
+    with pytest.raises(ValueError, match="type 'mobilebert' mixes the tokens of a row"):
         model(IDS, **packed())
 
 

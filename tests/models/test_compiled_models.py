@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub.utils.sha import sha_fileobj
 from test_attach import (
     IDS,
+    IMAGES,
     LAYERS,
     LENGTH,
     MODELS,
@@ -26,11 +27,13 @@ from test_attach import (
     head_model,
     inputs_of,
     random_mask,
+    row,
 )
 
 import sparsebert
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
 from sparsebert.commands import main
+from sparsebert.models.architectures import DISTANCE_BIASED
 from sparsebert.models.inference import compiled_files, compiling
 
 
@@ -90,17 +93,20 @@ def text_inputs(ids=IDS, padding=PADDING):
 @pytest.mark.parametrize(
     ("name", "masked"),
     [
-        *((name, True) for name in MODELS if name != "mpnet"),
+        *(row(name, True) for name in MODELS if name not in DISTANCE_BIASED),
         *((name, False) for name in ("modernbert", "mpnet", "roberta", "vit")),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("t5", "umt5")),
     ],
 )
 def test_families(name, masked):
     model = a_model(name, masked)
     engine = compiled(model)
-    if name == "vit":
-        assert_same(engine, model, inputs_of(name))
+    if name in IMAGES:
+        given = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "dinov2" else inputs_of(name)
+        assert_same(engine, model, given)
         return
-    for kind, given in text_inputs().items():
+    # ESM scales by the share of its masked tokens, which are 4.
+    for kind, given in text_inputs(IDS.clone().fill_diagonal_(4)).items():
         if kind == "left" and name == "mobilebert":
             continue  # its embeddings of trigrams mix in what is padding
         assert_same(engine, model, given)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_attach import MODELS, SHARED, base_model
+from test_attach import IMAGES, MODELS, SHARED, base_model
 
 import sparsebert
 from sparsebert import SparseBertModel, SparseMask, attach, build_pattern, sparse_dot_product_attention
@@ -371,7 +371,7 @@ def test_every_head(make, tmp_path, head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in IMAGES])
 def test_every_architecture(name):
     model = base_model(name).eval()
     layers = 1 if name in SHARED else len(attention_modules(model))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from test_attach import MODELS, TEXT, config_of, head_model
+from test_attach import MODELS, TEXT, config_of, head_model, row
 from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positions, load
@@ -14,14 +14,16 @@ from sparsebert.commands import main
 
 
 LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert", "mpnet")
-OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert"), 1) | {"mpnet": 2}  # the padding token of TEXT is 0
+LEARNED += ("ernie", "layoutlm", "roberta-prelayernorm", "xmod")
+OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xmod"), 1)
+OFFSETS["mpnet"] = 2  # the padding token of TEXT is 0
 
 
 def positions_of(model):
     return model.base_model.embeddings.position_embeddings.weight.detach().clone()
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", [row(name) for name in LEARNED])
 def test_models_read_longer_inputs(name):
     model, offset = head_model(name), OFFSETS.get(name, 0)
     known = TEXT["max_position_embeddings"] - offset

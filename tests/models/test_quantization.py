@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from test_attach import HEADS, LENGTH, MODELS, base_model, head_model, inputs_of
+from test_attach import HEADS, IMAGES, LENGTH, REAL, base_model, every_model, head_model, inputs_of
 from torch.ao.nn.quantized import dynamic
 
 import sparsebert
@@ -23,20 +23,22 @@ def cosine(one, other):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("name", MODELS)
+@every_model
 def test_every_architecture(name, masked):
     model = base_model(name)
     if masked:
         attach(model, build_pattern("window", LENGTH, HEADS, window_size=2), attn_implementation="sparse_cpu")
-    padded = name != "vit"
-    before, other = states(model, name, padded), states(detach(copy.deepcopy(model)) if masked else model, name)
+    padded = name not in IMAGES
+    real = REAL if padded else torch.ones_like(REAL)
+    stock = detach(copy.deepcopy(model)) if masked else model
+    before, other = (states(each, name, padded)[real] for each in (model, stock))
     layers = sum(type(module) is torch.nn.Linear for module in model.modules())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert quantize(model.train()) is model
     assert not any(module.training for module in model.modules())
     assert layers == sum(isinstance(module, dynamic.Linear) for module in model.modules()) > 0
-    got = states(model, name, padded)
+    got = states(model, name, padded)[real]
     assert got.dtype == torch.float32 and not torch.equal(got, before)
     assert cosine(got, before) > 0.99
     if masked:  # as far from the dense model as before

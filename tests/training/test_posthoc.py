@@ -64,7 +64,7 @@ def masked(model, mask):
     return attach(copy.deepcopy(model), mask, attn_implementation="sparse_eager")
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "albert"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "albert", "t5"])
 def test_running_through_is_the_model_with_that_mask(name):
     stock, model = base_model(name), searching(name, share_layers=name == "albert")
     mask = build_pattern("window", LENGTH, HEADS, window_size=2, num_global_tokens=1)

@@ -58,7 +58,7 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
     scale = query.shape[-1] ** -0.5
     scores, removed = query @ key.mT * scale, ~mask.to_table()[0]
     if biased:
-        scores = scores + distance_table(bias_by_distance(model, LENGTH), LENGTH, LENGTH)
+        scores = scores + distance_table(*bias_by_distance(model, LENGTH), LENGTH, LENGTH)
     inputs = MaskInputs("sparse_eager", LENGTH, LENGTH, rest=(torch.zeros(HEADS),))
     keys = keys_of_rest(inputs, special_tokens, "real")
     rest = pooled_rest(query, key, key, replace(inputs, rest_keys=keys), scale)

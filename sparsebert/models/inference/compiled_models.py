@@ -112,9 +112,11 @@ def traced_names(base: PreTrainedModel) -> tuple[str, ...]:
     names = inspect.signature(type(base).forward).parameters
     if IMAGES[0] in names:
         return IMAGES
-    # Under a mask, padding is not the graph's affair, and rows may hold several documents.
-    others = "position_ids" if "sparse_attention" in base._modules else "attention_mask"
-    return tuple(name for name in ("input_ids", "token_type_ids", others) if name in names)
+    # Under a mask, rows may hold several documents, and padding is the graph's affair only for the embeddings of ESM.
+    masked = "sparse_attention" in base._modules
+    padding = ("attention_mask",) if not masked or base.config.model_type == "esm" else ()
+    others = ("position_ids",) if masked else ()
+    return tuple(name for name in ("input_ids", "token_type_ids", *others, *padding) if name in names)
 
 
 def _run(base, given):

@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...attention.mask_inputs import MaskInputs
+from ...attention.mask_inputs import MaskInPlace, MaskInputs
 from ...attention.model_masks import without_adapters
 from ...checks import check_choice, check_range
 from ...version import __version__
-from ..architectures import FAMILIES, input_shape, num_positions, sliding_window
+from ..architectures import DISTANCE_BIASED, has_decoder, input_shape, num_positions, sliding_window
 from ..model_configs import derived_class
-from ..unpadding import mixes_neighbors
+from ..unpadding import mixes_tokens
 from .compiled_models import IMAGES, CompiledBase, CompiledModel, image_shape, limits_of, strip, traced_names
 
 
@@ -120,7 +120,7 @@ def finish(model: Any, graph: Any, compiled_as: dict[str, Any], skip_padding: bo
         vars(part).update(graph=graph, compiled_as=compiled_as)
     strip(model)
     sparse_attention = base._modules.get("sparse_attention")
-    if sparse_attention is not None and mixes_neighbors(model.config) is None:
+    if sparse_attention is not None and mixes_tokens(model.config) is None:
         sparse_attention.config = sparse_attention.config.changed(skip_padding=skip_padding)
     model.eval()
 
@@ -134,12 +134,12 @@ def _check_model(model):
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, "lora_A") for part in model.modules()):
         raise ValueError(f"this {name} has adapters: merge them first, with merge_and_unload of PEFT")
     config = model.config
-    if getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
+    if has_decoder(model):
         raise ValueError(f"compile needs an encoder, got a {name} with a decoder")
     sparse_attention: Any = base._modules.get("sparse_attention")
     if sparse_attention is not None and sparse_attention.mask is None:
         raise ValueError("the mask of this model is not frozen: call freeze() before compile")
-    if sparse_attention is not None and config.model_type in FAMILIES:
+    if sparse_attention is not None and config.model_type in DISTANCE_BIASED:
         raise ValueError(
             f"a model of type {config.model_type!r} with a mask cannot be compiled: the graph does not hold its bias "
             "per distance. Detach the mask, or run the model in PyTorch"
@@ -191,7 +191,7 @@ class _Traced(nn.Module):
             shape: Any = input_shape(base.config, given)
             given["mask_inputs"] = MaskInputs("sparse_sdpa", shape[1], shape[1], shape[2])
             if base.sparse_attention.carrier.window is not None:
-                given["attention_mask"] = dict.fromkeys(base.config.layer_types)
+                given["attention_mask"] = MaskInPlace(given["mask_inputs"], None)
         with _engine_attention(base):
             output = super(type(base), base).forward(**given, output_hidden_states=True, return_dict=True)
         return output.last_hidden_state, *output.hidden_states

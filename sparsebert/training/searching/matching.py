@@ -97,7 +97,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
             length = inputs["input_ids"].shape[1]
             sums: list[torch.Tensor] = []
             # The probabilities of one layer at a time: those of all would take L * H * n * n numbers.
-            with recorded(modules, sums, lambda output: _sums(search, output[1].float().mean(0)[None])):
+            with recorded(modules, sums, lambda output: _sums(search, output[-1].float().mean(0)[None])):
                 model.base_model(**inputs)
             totals = totals + torch.cat(sums) * (length / search.length)  # (L, H, K)
             counts = counts + _sums(search, totals.new_ones(1, 1, length, length))  # (1, 1, K)

@@ -26,7 +26,7 @@ POOLED_WEIGHT = 4.0
 # Ends of the names of the models that "answers" is for: one input per example, and logits.
 ANSWERING = ("ForSequenceClassification", "ForQuestionAnswering")
 # What the projections of self-attention are called.
-_PROJECTIONS = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
+_PROJECTIONS = [("query", "key", "value"), *(tuple(f"{name}{end}" for name in "qkv") for end in ("", "_lin", "_proj"))]
 
 
 @dataclass(frozen=True)

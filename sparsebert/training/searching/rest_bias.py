@@ -77,7 +77,7 @@ def calibrated(
             def missing(output, removed=removed, found=found, distances=distances):
                 layer, (added,) = len(found), distances
                 each = (part[layer % len(part)] for part in (removed, added))
-                return _missing(output[1].float(), *each, mask)
+                return _missing(output[-1].float(), *each, mask)
 
             with recorded(modules, found, missing), recorded([dense], distances, lambda made: made.distance_bias):
                 model.base_model(**inputs_of(batch))

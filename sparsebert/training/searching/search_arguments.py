@@ -26,9 +26,10 @@ from ...learning.mask_description import MASK_FIELDS, fields_of_search
 from ...learning.searches import SEARCHES
 from ...masks.matched import VARIED, matched_pattern
 from ...masks.patterns import PATTERNS, build_pattern
-from ...models.architectures import check_architecture, num_positions, shares_weights
+from ...models.architectures import check_architecture, num_positions, reads_images, shares_weights
 from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
+from ...models.coverage import check_layers
 from ...models.loading import carries_mask
 from ...models.model_classes import model_class_of
 from ..finetuning.finetuning_arguments import FinetuningArguments
@@ -345,7 +346,7 @@ def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
     check_source("model", options.model, **hub_arguments)
     config = read_config(str(options.model), **hub_arguments)
     check_architecture(config.model_type)
-    if config.model_type == "vit":
+    if reads_images(config):
         raise ValueError(f"{options.model} reads images: this search is for text encoders")
     if carries_mask(str(options.model), **hub_arguments):
         advice = "sparsebert.detach removes its mask"
@@ -355,6 +356,7 @@ def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
     model = _model_without_weights(config)
+    check_layers(model)
     head = "" if options.task is None else TASKS[options.task].head.removeprefix("AutoModel")
     if not type(model).__name__.endswith(head):
         raise ValueError(
