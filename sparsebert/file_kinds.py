@@ -4,10 +4,12 @@ what nobody else may read only looks damaged.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
@@ -46,6 +48,15 @@ def read_plain(path: str | os.PathLike) -> bytes:
     """The content of a file, see [`check_readable`]."""
     check_readable(path)
     return Path(path).read_bytes()
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file, or it cannot be read or holds something else."""
+    try:
+        found = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_own(path: Path, kind: str) -> None:

@@ -3,7 +3,6 @@ Output folders that hold something already. What replaces it is written aside, i
 at the end: at any moment the older or the newer state is complete, and files of the user stay.
 """
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .data.tasks.glue import GLUE
-from .file_kinds import kind_of, read_plain
+from .file_kinds import json_object, kind_of
 from .files import (
     ASIDE_NAME,
     CHECKPOINT,
@@ -152,11 +151,7 @@ def finish_move(output: Path) -> None:
 
 def stored_metrics(folder: Path) -> dict[str, Any]:
     """The metrics of the run, or of several, in a folder; empty if there are none."""
-    try:
-        metrics = json.loads(read_plain(folder / METRICS_NAME))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return metrics if isinstance(metrics, dict) else {}
+    return json_object(folder / METRICS_NAME)
 
 
 def weights_and_checkpoints(folder: Path) -> set[Path]:

@@ -13,7 +13,6 @@ import platform
 import re
 import sys
 import sysconfig
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,8 @@ from typing import NamedTuple
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
+
+from ..files import replace_files
 
 
 logger = logging.get_logger(__name__)
@@ -296,14 +297,5 @@ def _write_cache(documents: list[Document], file: Path) -> None:
     if str(file).startswith("~"):
         raise FileNotFoundError("there is no home folder")
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed only when complete, because other processes may read or write the same file.
-    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", compresslevel=6, encoding="utf-8") as stream:
-            for document in documents:
-                stream.write(json.dumps(document._asdict(), ensure_ascii=False) + "\n")
-        os.chmod(temporary, 0o644)  # other users of the folder may read it
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    lines = "".join(json.dumps(document._asdict(), ensure_ascii=False) + "\n" for document in documents)
+    replace_files({file: gzip.compress(lines.encode(), 6)})

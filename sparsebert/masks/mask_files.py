@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..checks import MAX_HEADS, MAX_LAYERS, check_choice, in_short, is_out_of_memory, shortened
-from ..file_kinds import check_readable, read_plain
+from ..file_kinds import check_readable, json_object
 from ..files import is_damaged, is_index, replace_files
 from ..version import __version__
 from .expansion import FORMS
@@ -42,7 +42,6 @@ MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
 MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MASK_LOGITS_NAME)
 # Version 2 is written for masks with one of the `OPTIONAL` fields, which readers of version 1 would not apply.
-MASK_FORMAT_VERSION = 1
 MASK_FORMAT_VERSIONS = (1, 2)
 # Fields that a description leaves out where a mask has the default.
 OPTIONAL: dict[str, Any] = {"rest": "none", "symmetric": True, "special_rows": True, "query_block_size": None}
@@ -136,13 +135,9 @@ def write_mask_files(
 
 def check_takes_mask(folder: Path) -> None:
     """Refuse a folder that holds a SparseBERT with a search or a pattern, which would not read a mask beside it."""
-    try:
-        config = json.loads(read_plain(folder / "config.json"))
-        pattern = config.get("pattern")
-        own = config["model_type"] == "sparsebert" and not config["frozen"] and (pattern or config["search"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return
-    if own:
+    config = json_object(folder / "config.json")
+    pattern, unfrozen = config.get("pattern"), config.get("frozen") is False
+    if config.get("model_type") == "sparsebert" and unfrozen and (pattern or config.get("search")):
         what = "that is being searched" if pattern is None else f"with the pattern {pattern!r}"
         raise ValueError(
             f"{folder} holds a SparseBERT {what}, and would not use a mask beside it: save the mask in another "
@@ -320,10 +315,7 @@ def are_parts(names: Any) -> bool:
 
 def parts_named_in(config_path: Path) -> list[str]:
     """The parts with a mask that a configuration file names, `[]` if it is not that of a model made of parts."""
-    try:
-        names = json.loads(read_plain(config_path)).get(PARTS_FIELD)
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return []
+    names: Any = json_object(config_path).get(PARTS_FIELD)
     return names if are_parts(names) else []
 
 

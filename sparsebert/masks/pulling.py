@@ -1,7 +1,6 @@
 """Pulling folders of masks and models from the Hub."""
 
 import glob
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from transformers.utils import CONFIG_NAME
 
-from ..file_kinds import check_own, kind_of, read_plain
+from ..file_kinds import check_own, json_object, kind_of
 from ..files import (
     LOCK_NAME,
     LOCK_NAMES,
@@ -150,13 +149,7 @@ def _is_weights(name):
 
 def _holds_model(folder):
     """Whether a folder holds a mask or the model of a library, not just any config.json."""
-    if (folder / MASK_CONFIG_NAME).is_file():
-        return True
-    try:
-        config = json.loads(read_plain(folder / CONFIG_NAME))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and "model_type" in config
+    return (folder / MASK_CONFIG_NAME).is_file() or "model_type" in json_object(folder / CONFIG_NAME)
 
 
 def _finish_swap(aside, output):
@@ -195,12 +188,6 @@ def _is_of_model(path, folder):
         return False
     if path.name == CARD_NAME:
         return own_card(path) is not None
-    results = (*RESULT_FILES, *TASK_FILES) if _is_fine_tuning(folder) else RESULT_FILES
+    is_fine_tuning = "score" in json_object(folder / METRICS_NAME)
+    results = (*RESULT_FILES, *TASK_FILES) if is_fine_tuning else RESULT_FILES
     return _is_weights(path.name) or any(fnmatch(path.name, each) for each in (*MASK_STATE, *results, *LOCK_NAMES))
-
-
-def _is_fine_tuning(folder):
-    try:
-        return "score" in json.loads(read_plain(folder / METRICS_NAME))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
