@@ -115,6 +115,7 @@ TABLES = {
         f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [gpu_tables.attention(phase)]
         for phase in PHASES
     },
+    "gpu.tiles": lambda: [gpu_tables.tile_quality()],
     "gpu.configurations": lambda: [gpu_tables.configurations()],
     "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},

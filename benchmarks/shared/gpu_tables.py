@@ -2,6 +2,13 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
+
+from sparsebert.masks.matched import matched_pattern
+from sparsebert.masks.shipped import shipped_folder
+from sparsebert.masks.sparse_mask import SparseMask
+from sparsebert.masks.tiles import TILE, mask_tile_shares
+from studies.claims import REPRODUCED
 
 from .report import make_table, ratio_text
 
@@ -57,3 +64,30 @@ def configurations():
     body = [[*key, *(f"{row[n]:.0f}" if n in row else "" for n in lengths)] for key, row in rows.items()]
     header = ("kernel", "warps, stages, step, registers at most", *(f"n to {n}" for n in lengths))
     return make_table("Launch configurations, microseconds", header, body)
+
+
+def tile_quality(length=512):
+    """How close masks of tiles, and others, keep a trained MiniLM to the dense model, and which tiles are live."""
+    window, learned = matched_pattern("window", 0.9, length, 1), shipped_folder(f"minilm-l6-{length}-90")
+    counted = {"window": window, "dam_s": SparseMask.from_pretrained(learned)}
+    rows = {}
+    for folder in ("rest", "tiles"):
+        for cell in read("minilm_tiny", REPRODUCED / folder)["cells"].values():
+            settings = cell["settings"]
+            if settings["length"] == length:
+                name = settings["mask"] if settings.get("symmetric", True) else f"{settings['mask']}, signed"
+                rows.setdefault((name, settings["mask"], bool(settings["recover"])), []).append(cell["metrics"])
+    body = []
+    for (name, mask, recovered), found in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
+        live = [metrics["live_tiles"] for metrics in found if "live_tiles" in metrics]
+        if not live and mask in counted:
+            live = [mask_tile_shares(counted[mask], length, TILE)[0]]
+        after = f"{fmean(metrics['cosine'] for metrics in found):.3f}" if recovered else ""
+        removed, share = fmean(metrics["removed"] for metrics in found), f"{fmean(live):.0%}" if live else ""
+        body.append([name, f"{removed:.0%}", share, f"{fmean(_before(found)):.3f}", after, str(len(found))])
+    header = ("mask", "removed", "live tiles of 64", "cosine before recovery", "cosine after", "seeds")
+    return make_table(f"{length} tokens, MiniLM", header, body)
+
+
+def _before(found):
+    return [metrics["cosine_before"] for metrics in found]
