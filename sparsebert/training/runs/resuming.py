@@ -180,6 +180,6 @@ def check_recipe(checkpoint: str | os.PathLike, recipe: Mapping[str, Mapping[str
             f"{checkpoint}: cannot resume with another recipe: resume with that of the checkpoint, or start a new "
             "run. What changed:\n" + "\n".join(lines)
         )
-    then, now = (where.get("inputs", {}).get("processes") for where in (stored, recipe))
-    if None not in (then, now) and then != now:
-        logger.warning(f"{checkpoint} was trained by {then} processes, now by {now}: the batches will be different.")
+    before, now = (where.get("inputs", {}).get("processes") for where in (stored, recipe))
+    if None not in (before, now) and before != now:
+        logger.warning(f"{checkpoint} was trained by {before} processes, now by {now}: the batches will be different.")
