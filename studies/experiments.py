@@ -1,7 +1,7 @@
 """The experiments that `sparsebert reproduce NAME` runs. Each is a row here, and a module of its name."""
 
 from .harness.experiment import Experiment
-from .long_texts import long_embeddings, long_review_masks, long_reviews, positions
+from .long_texts import long_embeddings, long_review_masks, long_reviews, needles, positions
 from .other_papers import copying, language_modelling, mixers, translation
 from .pretraining import cramming, search_study, sparsity_weight
 from .sparsebert_paper import sparsebert_figure7, sparsebert_table1, sparsebert_table2, sparsebert_table3
@@ -31,6 +31,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "long_review_masks": long_review_masks.EXPERIMENT,
     "document_embeddings": long_embeddings.DOCUMENTS,
     "review_embeddings": long_embeddings.REVIEWS,
+    "needles": needles.EXPERIMENT,
     "positions": positions.EXPERIMENT,
     "sentences": sentences.EXPERIMENT,
     "offsets": offsets.EXPERIMENT,

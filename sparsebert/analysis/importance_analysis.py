@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..files import make_folder, write_metrics
+from ..masks.mask_cards import bridges
 from .importance import (
     IMPORTANCE_GROUPS,
     SKETCH_LENGTH,
@@ -53,7 +54,10 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
         return result | ({} if pooled is None else {"sketch": pooled[layers].mean(0).tolist()})
 
     result = {
-        "runs": [{"source": run.source, "sparsity": run.mask.sparsity} for run in runs],
+        "runs": [
+            {"source": run.source, "sparsity": run.mask.sparsity, "bridges": bridges(run.mask, layers)}
+            for run, layers in zip(runs, map(_num_layers, runs), strict=True)
+        ],
         **runs[0].setup,
         "analyzed_special_tokens": special_tokens,
         "fixed_groups": _fixed_groups(runs[0], special_tokens),
@@ -71,6 +75,11 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
 def _stacked(runs):
     """P of all runs, `(S, L, H, n, n)`; that of a single one, which may take gigabytes, is not copied."""
     return runs[0].probs[None] if len(runs) == 1 else torch.stack([run.probs for run in runs])
+
+
+def _num_layers(run):
+    """Those of the model; of a mask for all layers beside another model, or none, nobody knows how many."""
+    return max(run.mask.num_layers, getattr(run.config, "num_hidden_layers", 1))
 
 
 def _fixed_groups(run, special_tokens):

@@ -1,7 +1,8 @@
 """
 Show which attention positions a search, a mask, or several seeds of one search keep.
 
-Prints the mean P of the diagonal, neighbors, special tokens and others, with 95 % intervals over heads and over seeds.
+Prints the mean P of the diagonal, neighbors, special tokens and others, with 95 % intervals over heads and over seeds,
+and the distances that the mask cannot bridge within its layers.
 Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and SVG) beside it.
 """
 
@@ -44,4 +45,5 @@ def run(values):
     with locked_output(options.output_dir) as left:
         check_output_dir(options.output_dir, options.overwrite or left == UNFINISHED_ALONE)
         numbers = analyze(options.runs, options.output_dir, options.special_tokens, **hub_arguments)
-    return Results(numbers, [importance_table(numbers)], [f"written to {options.output_dir}"])
+    lines = [f"{found['source']}: {found['bridges']}" for found in numbers["runs"]]
+    return Results(numbers, [importance_table(numbers)], [*lines, f"written to {options.output_dir}"])

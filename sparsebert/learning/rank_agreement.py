@@ -1,9 +1,10 @@
-"""Whether all processes of a distributed training run through the same frozen mask."""
+"""What the processes of a distributed training have in common: averages, and the same frozen mask."""
 
 import hashlib
 import json
 
 import numpy as np
+import torch
 from torch import distributed
 
 from ..masks.sparse_mask import SparseMask
@@ -11,6 +12,14 @@ from ..masks.sparse_mask import SparseMask
 
 class MaskMismatchError(RuntimeError):
     """The processes of a distributed training do not have the same frozen mask."""
+
+
+def average_over_processes(tensor: torch.Tensor) -> torch.Tensor:
+    """Replace a tensor by its mean over the processes of a distributed training, which must all call this."""
+    if distributed.is_available() and distributed.is_initialized():
+        tensor.div_(distributed.get_world_size())
+        distributed.all_reduce(tensor)
+    return tensor
 
 
 def check_same_mask(mask: SparseMask | None, otherwise: str = "none") -> None:

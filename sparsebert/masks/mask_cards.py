@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -18,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..checks import shortened
 from ..files import replace_files
 from ..version import __version__
+from .expansion import SPECIAL_TOKENS
 
 
 CARD_NAME = "README.md"
@@ -28,6 +30,8 @@ SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Plan", "Load", "Limits")
 PACKAGE = "With the package `sparsebert`, installed from its source (`pip install .` in its folder, or a wheel of it):"
 # The table of a mask has a column per head up to this many.
 MOST_COLUMNS = 16
+# So many ranges of distances are named.
+_MOST_RANGES = 5
 _LENGTH_POLICIES = {
     "extend": "longer inputs are masked by the same distances, and larger distances are removed",
     "dense": "tokens beyond that attend to all tokens and are attended by all",
@@ -121,11 +125,14 @@ def name_in(metadata, name):
 
 
 def describe_mask(
-    description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
+    description: Mapping[str, Any],
+    sparsities: Sequence[Sequence[float]],
+    metadata: Mapping[str, Any],
+    distances: str = "",
 ) -> str:
     """
     What a mask is, and its sparsity per layer and head, in Markdown: from [`SparseMask.description`],
-    [`SparseMask.head_sparsities`] and the metadata.
+    [`SparseMask.head_sparsities`], the metadata, and what [`bridges`] says.
     """
     heads = [value for layer in sparsities for value in layer]
     made = {"search": "learned by the search", "pattern": "the pattern"}
@@ -153,6 +160,7 @@ def describe_mask(
         "special tokens": special.get(description["special_tokens"], ""),
         "a token's attention to itself": diagonal or "",
         "what is removed": "enters as the mean query sees it" if description.get("rest") == "mean" else "",
+        "distances": distances,
     }
     table = ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items() if text)]
     lines = ["Removed, in percent, by layer and head:", ""]
@@ -175,6 +183,68 @@ def mask_limits(description: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def unbridged_distances(mask: Any, num_layers: int) -> list[tuple[int, int]]:
+    """
+    Distances of two tokens, each range as its first and last, that a mask cannot bridge within so many layers: those
+    that are no sum of a distance per layer that one of its heads keeps, or of 0, since a token also keeps itself. Some
+    others may be out of reach, near the ends or in a table. Special tokens, through which two layers bridge every
+    distance, and the rest are left out.
+    """
+    kept = _kept_distances(mask)
+    middle = kept.shape[1] // 2
+    steps = [(row.nonzero().flatten() - middle).tolist() for row in kept]
+    reached = 1 << middle  # bit `middle + d` is distance d
+    for layer in range(num_layers):
+        before = reached
+        for step in steps[layer % len(steps)]:
+            reached |= before << step if step > 0 else before >> -step
+        reached &= (1 << kept.shape[1]) - 1
+    missing = [d for d in range(1, middle + 1) if not (reached >> (middle + d) | reached >> (middle - d)) & 1]
+    ranges: list[tuple[int, int]] = []
+    for distance in missing:
+        begin = ranges.pop()[0] if ranges and ranges[-1][1] == distance - 1 else distance
+        ranges.append((begin, distance))
+    return ranges
+
+
+def _kept_distances(mask):
+    """
+    Whether a head of each layer keeps the distance i - j of a query i and a key j among the m tokens that are not
+    special, from 1 - m to m - 1: `(L, 2m - 1)`.
+    """
+    num_special = SPECIAL_TOKENS.index(mask.special_tokens)
+    m = mask.length - num_special
+    if mask.form == "table" or mask.query_block_size:
+        others = slice(min(num_special, 1), min(num_special, 1) + m)
+        table = mask.structure()[..., others, others].any(1).flip(-1)
+        # In rows that are one shorter, each distance is a column.
+        rows = torch.nn.functional.pad(table, (0, m)).flatten(1)[:, : m * (2 * m - 1)]
+        return rows.unflatten(1, (m, 2 * m - 1)).any(1)
+    keep, size, distances = mask.keep.any(1), mask.block_size or 1, torch.arange(1 - m, m)
+    first = 0 if mask.symmetric else keep.shape[1] // 2
+    distances = distances.abs() if mask.symmetric else distances
+    tiles = distances.div(size, rounding_mode="floor"), -((-distances).div(size, rounding_mode="floor"))
+    on_either_side = torch.zeros(len(keep), len(distances), dtype=torch.bool)
+    for places in (tile + first for tile in tiles):
+        known = (places >= 0) & (places < keep.shape[1])  # what is farther apart is removed
+        on_either_side[:, known] |= keep[:, places[known]]
+    return on_either_side
+
+
+def bridges(mask: Any, num_layers: int) -> str:
+    """Which distances a mask bridges within so many layers, in words: see [`unbridged_distances`]."""
+    ranges = [str(low) if low == high else f"{low} to {high}" for low, high in unbridged_distances(mask, num_layers)]
+    around = ["the special tokens"] if mask.special_tokens != "none" and mask.special_rows else []
+    around += ["the rest"] if mask.rest != "none" else []
+    layers = f"{num_layers} layer" + ("s" if num_layers > 1 else "")
+    if not ranges:
+        bridged = f"{layers} bridge all distances of two tokens"
+        return f"{bridged}, also without {' and '.join(around)}" if around else bridged
+    shown = ", ".join(ranges[:_MOST_RANGES]) + (", ..." if len(ranges) > _MOST_RANGES else "")
+    missing = f"{layers} cannot bridge distances of {shown} tokens"
+    return f"{missing}, but through {' or '.join(around)}" if around else missing
+
+
 def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
     """Tags of a card."""
     kind = name_in(metadata, "search") or name_in(metadata, "pattern")
@@ -182,7 +252,11 @@ def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def bare_mask_card(
-    name: str, description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
+    name: str,
+    description: Mapping[str, Any],
+    sparsities: Sequence[Sequence[float]],
+    metadata: Mapping[str, Any],
+    distances: str = "",
 ) -> ModelCard:
     """The card of a mask without a model, see [`describe_mask`]; `name` is that of its folder."""
     recorded = name_in(metadata, "base_model")
@@ -217,7 +291,7 @@ them."""
         limits.insert(1, known if recorded else "Which model it was found for is not recorded.")
     sections = {
         "": intro + found,
-        "Mask": describe_mask(description, sparsities, metadata),
+        "Mask": describe_mask(description, sparsities, metadata, distances),
         "Load": load,
         "Limits": "\n".join(f"- {line}" for line in limits),
     }

@@ -23,7 +23,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..checks import check_range, printable
 from .expansion import SPECIAL_TOKENS, check_length, expand, fill_fixed_entries, kept_by_head, num_empty_rows
-from .mask_cards import bare_mask_card, save_card
+from .mask_cards import bare_mask_card, bridges, save_card
 from .mask_files import (
     MAX_MASK_LENGTH,
     OPTIONAL,
@@ -335,8 +335,8 @@ class SparseMask:
         check_takes_mask(folder)
         self.write_beside_model(folder)
         if not (folder / CONFIG_NAME).is_file():
-            name = folder.resolve().name
-            save_card(folder, bare_mask_card(name, self.description(), self.head_sparsities(), self.metadata))
+            about = self.description(), self.head_sparsities(), self.metadata, bridges(self, self.num_layers)
+            save_card(folder, bare_mask_card(folder.resolve().name, *about))
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.resolve().name), **kwargs)
 

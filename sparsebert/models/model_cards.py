@@ -10,7 +10,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..file_kinds import read_plain
 from ..hub import commit_of, commits_of
-from ..masks.mask_cards import CARD_NAME, PACKAGE, describe_mask, make_card, mask_limits, mask_tags, save_card
+from ..masks.mask_cards import CARD_NAME, PACKAGE, bridges, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
 from .bert.configuration_sparsebert import SparseBertConfig
 from .model_configs import ATTENTION_FIELD, runs_without_package
@@ -53,7 +53,8 @@ def save_model_card(model: Any, folder: Path) -> None:
     else:
         what = f"with sparse attention: its mask removes {mask.sparsity:.1%} of the pairs of tokens"
         metadata = mask.metadata
-        description = describe_mask(mask.description(), mask.head_sparsities(), metadata)
+        distances = bridges(mask, config.num_hidden_layers)
+        description = describe_mask(mask.description(), mask.head_sparsities(), metadata, distances)
         limits = mask_limits(mask.description())
     data.tags = mask_tags(metadata)
     came = f" It comes from `{base['base_model']}`." if base.get("base_model") else ""

@@ -11,6 +11,8 @@ from accelerate.utils import DistributedType
 from torch import distributed, nn
 from transformers import TrainerCallback
 
+from ..learning.rank_agreement import average_over_processes
+
 
 if TYPE_CHECKING:
     from ..models.sparse_attention import SparseAttention
@@ -94,9 +96,7 @@ class ReplicatedLogits(TrainerCallback):
         if self.logits is None or self.logits.grad is None:
             return []
         gradient = self.logits.grad
-        if distributed.is_initialized():
-            gradient.div_(distributed.get_world_size())
-            distributed.all_reduce(gradient)
+        average_over_processes(gradient)
         if scale != 1:
             gradient.div_(scale)
         return [gradient]

@@ -97,7 +97,7 @@ def test_reads_masks(tmp_path, runs):
     assert run.quantity.startswith("M, 1 where") and torch.equal(run.probs, mask.to_table().float())
     assert not run.is_decoder and run.token_mixers == ()
     numbers = measure_importance([run])
-    assert numbers["fixed_groups"] == []
+    assert numbers["fixed_groups"] == [] and " layer" in numbers["runs"][0]["bridges"]
     assert importance_table(numbers).columns == ["group", "mean of M", "95 % over_heads"]
     # A mask of other origin in a folder where a search ended before: its P does not count.
     shutil.copytree(runs[0], tmp_path / "run")

@@ -16,9 +16,11 @@ from transformers import (
 )
 
 import sparsebert
+from sparsebert import SparseMask, build_pattern
 from sparsebert.commands import main
+from sparsebert.masks.expansion import SPECIAL_TOKENS
 from sparsebert.masks.listing import list_masks
-from sparsebert.masks.mask_cards import collection_card, own_card, save_card
+from sparsebert.masks.mask_cards import bridges, collection_card, own_card, save_card, unbridged_distances
 from sparsebert.training.runs.run_folders import run_folder
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -285,3 +287,41 @@ def test_trainer_keeps_the_card(tmp_path):
         kind(dense, arguments(kind.__name__)).create_model_card()
     texts = [(tmp_path / name / "README.md").read_text() for name in ("Trainer", "SparseBertTrainer")]
     assert texts[0].replace("Trainer", "") == texts[1].replace("SparseBertTrainer", "").replace("Trainer", "")
+
+
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+@pytest.mark.parametrize(
+    ("form", "sizes", "fields"),
+    [
+        ("offsets", "m", {}),
+        ("offsets", "2m-1", {"symmetric": False}),
+        ("blocks", "7", {"block_size": 3}),
+        ("blocks", "13", {"block_size": 3, "symmetric": False}),
+        ("table", "n,n", {}),
+    ],
+)
+def test_distances_that_layers_cannot_bridge(form, sizes, fields, special_tokens):
+    number = SPECIAL_TOKENS.index(special_tokens)
+    n, m, some = 19, 19 - number, slice(min(number, 1), 19 - number + min(number, 1))
+    size = {"m": [m], "2m-1": [2 * m - 1], "7": [7], "13": [13], "n,n": [n, n]}[sizes]
+    keep = torch.rand(2, 2, *size, generator=torch.Generator().manual_seed(0)) < (0.03 if form == "table" else 0.12)
+    mask = SparseMask(keep, n, form=form, special_tokens=special_tokens, **fields)
+    reached, tokens = torch.eye(m), torch.arange(m)
+    apart = (tokens[:, None] - tokens).abs()
+    for layers, table in enumerate(mask.to_table()[..., some, some].any(1), start=1):
+        reached = ((table + torch.eye(m)) @ reached > 0).float()
+        missing = {distance for distance in range(1, m) if not reached[apart == distance].any()}
+        named = {d for low, high in unbridged_distances(mask, layers) for d in range(low, high + 1)}
+        assert named <= missing and (layers > 1 or form == "blocks" or named == missing)
+
+
+def test_the_card_names_distances_that_are_not_bridged(tmp_path):
+    window = build_pattern("window", 32, 4, window_size=2, num_global_tokens=0)
+    sparsebert.attach(distilbert(), window).save_pretrained(tmp_path / "model")
+    missing = "2 layers cannot bridge distances of 5 to 31 tokens"
+    assert f"| distances | {missing} |" in card_of(tmp_path / "model").text
+    both = "the special tokens or the rest"
+    special = SparseMask(window.keep, 32, form="offsets", special_tokens="first_last", rest="mean")
+    assert bridges(special, 2) == f"{missing.replace('31', '29')}, but through {both}"
+    bridged = "15 layers bridge all distances of two tokens, also without"
+    assert bridges(special, 15) == f"{bridged} the special tokens and the rest"

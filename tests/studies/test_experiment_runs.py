@@ -22,7 +22,7 @@ from sparsebert.training.pruning.pruned_masks import prune_by_probs, random_cont
 from sparsebert.training.trainer import SparseBertTrainer
 from studies.experiments import EXPERIMENTS
 from studies.harness.comparisons import by_seed, with_task_mean
-from studies.long_texts import long_embeddings, positions
+from studies.long_texts import long_embeddings, needles, positions
 from studies.long_texts.review_classifiers import classify
 from studies.shared.sentence_similarity import embed, similarity
 from studies.shared.task_parts import find_splits, write_parts
@@ -432,6 +432,15 @@ def test_positions_are_compared_on_short_and_long_texts(run_cells):
     # The end of the first is nearer to the second, that of the second to itself.
     ends, beginnings = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
+
+
+def test_needles_are_hidden_after_a_sentence(run_cells):
+    (table, _), cells = run_cells("needles", lengths=[40, 80], documents=4, depths=[0.0, 1.0])
+    names = ["dense, whole", "window, whole", "dense, whole", "dense, truncated", "dense, split", "window, whole"]
+    assert [row["system"] for row in table.as_json()["rows"]] == names and len(cells) == 6
+    text, full_stop, needle = [1, 2, 0, 3, 4, 0, 5], 0, [9, 9]
+    places = [needles.hidden(text, needle, depth, full_stop).index(9) for depth in (0, 0.3, 0.5, 0.9, 1)]
+    assert places == [0, 2, 3, 6, 6]
 
 
 def test_long_texts_are_read_truncated_split_and_whole(run_cells, checkpoints, tmp_path):

@@ -18,6 +18,7 @@ import torch
 import transformers
 from conftest import WORDS, contents, tokenizer_of
 from huggingface_hub.errors import StrictDataclassError
+from processes import run_ranks
 from test_attach import base_model, config_of, head_model
 from transformers import AutoModel, AutoTokenizer
 
@@ -373,14 +374,17 @@ def short_times(monkeypatch):
     monkeypatch.setattr("sparsebert.training.searching.dense_agreement.TIMED_TOKENS", 256)
 
 
-def search(model, text, output, **fields):
-    """Search with a recipe of these fields; those of `data` are told by their names."""
+def recipe_of(model, text, output, **fields):
+    """A recipe of these fields; those of `data` are told by their names."""
     usual = {"max_length": 32, "target_sparsity": 0.7, "max_validation_tokens": 256, "patterns": False, "timed": False}
     fields = usual | ({} if fields.get("mask") else {"steps": 3}) | fields
     recipe = {"data": {"model": str(model), "data": str(text), "validation": str(text), "output_dir": str(output)}}
     recipe["data"] |= {name: value for name, value in fields.items() if name in DATA_FIELDS}
-    recipe["model"] = {name: value for name, value in fields.items() if name not in DATA_FIELDS}
-    return search_post_hoc(recipe)
+    return recipe | {"model": {name: value for name, value in fields.items() if name not in DATA_FIELDS}}
+
+
+def search(*places, **fields):
+    return search_post_hoc(recipe_of(*places, **fields))
 
 
 def refuse(message, model, text, output, **fields):
@@ -650,10 +654,70 @@ def test_errors(model_folder, text, tmp_path, fields, message):
     refuse(message, model_folder, text, tmp_path / "out", **fields)
 
 
-def test_several_processes_are_refused(model_folder, text, tmp_path, monkeypatch):
-    """Each would do all of the search, and write to the same folder."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refuse("a search runs in one process, got 2", model_folder, text, tmp_path / "out")
+# Each of two processes runs a search, and is killed before the step of the recovery that the folder is named after.
+RANKS = """
+import signal
+from pathlib import Path
+sys.modules["matplotlib"] = None
+from sparsebert.training.searching.matching_trainer import MatchingTrainer
+from sparsebert.training.searching.search_run import search_post_hoc
+
+recipe, compute_loss = json.loads(Path(folder, "recipe.json").read_text()), MatchingTrainer.compute_loss
+found |= {"rows": [], "written": []}
+
+
+def counted(trainer, model, inputs, *args, **kwargs):
+    if trainer.args.max_grad_norm and str(trainer.state.global_step) == Path(folder).name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found["rows"].append(len(inputs["input_ids"]))
+    return compute_loss(trainer, model, inputs, *args, **kwargs)
+
+
+MatchingTrainer.compute_loss = counted
+try:
+    search_post_hoc(recipe | {"data": recipe["data"] | {"batch_size": 3}})
+except ValueError as error:
+    found["error"] = str(error)
+sys.addaudithook(lambda event, values: found["written"].append(str(values[0])) if event == "os.rename" else None)
+found["metrics"] = search_post_hoc(recipe)
+"""
+
+
+def test_two_processes_are_one_and_go_on_where_they_were_killed(model_folder, text, tmp_path):
+    """To rounding, with the same batches: also an error that is relative to all of a batch."""
+    fields = {"steps": 4, "batch_size": 4, "recover": 6, "recover_objective": "layers", "save_steps": 2}
+    fields |= {"train": "norms", "recover_learning_rate": 1e-3}
+    expected = search(model_folder, text, tmp_path / "one/run", **fields)
+    recipe = recipe_of(model_folder, text, tmp_path / "two/run", **fields)
+    for folder in (tmp_path / "3", tmp_path / "none"):  # killed, resumed
+        folder.mkdir()
+        (folder / "recipe.json").write_text(json.dumps(recipe))
+        recipe["data"]["resume"] = True
+        if folder.name == "3":
+            with pytest.raises(AssertionError):
+                run_ranks(RANKS, folder)
+            assert list(tmp_path.glob("two/run/checkpoint-4/recovery/checkpoint-2"))
+    ranks = run_ranks(RANKS, folder)
+    assert [rank["rows"] for rank in ranks] == [[2] * 4] * 2  # the last steps of the recovery, half of the batches
+    assert all(rank["error"] == "batch_size must be a multiple of the 2 processes, got 3" for rank in ranks)
+    assert ranks[0]["written"] and not ranks[1]["written"]
+    metrics = [rank["metrics"] for rank in ranks]
+    assert metrics[0] == metrics[1] == json.loads((tmp_path / "two/run/metrics.json").read_text())
+    for name, numbers in expected["agreement"].items():
+        found = metrics[0]["agreement"][name]
+        assert found == {key: pytest.approx(value, abs=1e-4) for key, value in numbers.items()}
+    runs = [tmp_path / name / "run" for name in ("one", "two")]
+    assert contents(runs[0]).keys() == contents(runs[1]).keys()
+    first, second = map(load, runs)
+    assert first.sparse_attention.mask.replace(rest_bias=None) == second.sparse_attention.mask.replace(rest_bias=None)
+    state = second.state_dict()
+    for name, weight in first.state_dict().items():
+        torch.testing.assert_close(state[name], weight, atol=1e-4, rtol=1e-4)
+
+
+def test_engines_that_shard_are_refused(model_folder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsebert.training.searching.search_run.engine_of", lambda training: "FSDP2")
+    refuse("a search cannot run under FSDP2, which shards the model", model_folder, text, tmp_path / "out")
 
 
 def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path):

@@ -5,12 +5,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from ...learning.rank_agreement import average_over_processes
 from ...learning.search_schedule import SearchSchedule
 from ...masks.sparse_mask import SparseMask
 from ...models.sparse_attention import get_sparse_attention
@@ -38,11 +41,18 @@ def without_checkpoints(model: "PreTrainedModel") -> Iterator[TrainingRun]:
 
 
 class _InOrder(IterableDataset):
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = batches
+    """The batches, of each the part of one of several processes; the whole if it cannot be cut into equal parts."""
+
+    def __init__(self, batches: Iterable[Batch], process: int, processes: int) -> None:
+        self._batches, self._process, self._processes = batches, process, processes
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return map(inputs_of, self._batches)
+        for inputs in map(inputs_of, self._batches):
+            whole = len(inputs["input_ids"]) % self._processes
+            yield {
+                name: values if whole else values.chunk(self._processes)[self._process]
+                for name, values in inputs.items()
+            }
 
 
 class _Tenths(TrainerCallback):
@@ -56,7 +66,7 @@ class _Tenths(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, steps = state.global_step, state.max_steps
-        if args.disable_tqdm and 10 * step // steps > 10 * (step - 1) // steps:
+        if args.disable_tqdm and state.is_world_process_zero and 10 * step // steps > 10 * (step - 1) // steps:
             seconds = time.perf_counter() - self.began
             left = seconds * (steps - step) / (step - self.first)
             said = f"{self.name}: step {step} of {steps}, {seconds:.0f} s, about {left:.0f} s left"
@@ -65,7 +75,8 @@ class _Tenths(TrainerCallback):
 
 class MatchingTrainer(SparseBertTrainer):
     """
-    Trains a model, without dropout, to compute what another one computes on given batches.
+    Trains a model, without dropout, to compute what another one computes on given batches. Several processes share
+    each batch, and have the same gradients as one that has all of it.
 
     Args:
         model (`PreTrainedModel`): The model, with a mask or a search.
@@ -94,10 +105,24 @@ class MatchingTrainer(SparseBertTrainer):
         tenths = _Tenths("search" if get_sparse_attention(model).searching else "recovery")
         super().__init__(model, training, optimizers=optimizers, callbacks=[schedule, tenths])
         self.remove_callback(PrinterCallback)
+        # Not in DDP, which sees only what passes through the forward of the whole model: see `training_step`.
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                broadcast(parameter.data)
         self._batches, self._objective, self._targets, self._masks = batches, objective, targets, masks or {}
 
     def get_train_dataloader(self) -> Any:
-        return DataLoader(_InOrder(self._batches), batch_size=None)
+        batches = _InOrder(self._batches, self.args.process_index, self.args.world_size)
+        return DataLoader(batches, batch_size=None)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss, trained = super().training_step(*args, **kwargs), self._inner_model()
+        for parameter in trained.parameters():
+            if parameter.grad is not None:
+                average_over_processes(parameter.grad)
+        return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         sparse_attention = get_sparse_attention(model.eval())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import cosine_similarity, kl_div, mse_loss
 
+from ...learning.rank_agreement import average_over_processes
 from ...models.architectures import attention_modules
 
 
@@ -37,7 +38,8 @@ class Objective:
     Args:
         record (`Callable`): `(model, batch) -> tensors`: runs the model on a `Batch` and returns what is compared.
         loss (`Callable`): `(ours, theirs) -> scalar`: how far the tensors of the masked model are from those of the
-            dense model, 0 if they are equal.
+            dense model, 0 if they are equal. The mean over processes that have equal parts of a batch is that of the
+            batch.
         refuse (`Callable`, *optional*): `(model) -> str or None`: the reason why a model has no such quantity.
         of_head (`bool`): Whether the head of the model takes part in it, and is trained in a recovery.
     """
@@ -58,15 +60,21 @@ def hidden_states(model: "PreTrainedModel", batch: Batch) -> tuple[torch.Tensor,
     return model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states[1:]
 
 
-def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> torch.Tensor:
+def squared_errors(
+    states: Iterable[torch.Tensor],
+    targets: Iterable[torch.Tensor],
+    averaged: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+) -> torch.Tensor:
     """
     Relative squared error of every layer: `||s - t||^2 / ||t - mean(t)||^2`, with the mean over the batch's tokens.
-    Replacing every state by the mean would give 1.
+    Replacing every state by the mean would give 1. Where this is a part of a batch, `averaged` gives the mean of a
+    value over all parts.
     """
 
     def error(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         state, target = state.float(), target.float()
-        return (state - target).square().sum() / (target - target.mean((0, 1))).square().sum().clamp(min=1e-12)
+        spread = (target - averaged(target.mean((0, 1)))).square().sum()
+        return (state - target).square().sum() / averaged(spread).clamp(min=1e-12)
 
     return torch.stack([error(*pair) for pair in zip(states, targets, strict=True)])
 
@@ -89,7 +97,7 @@ def recorded(
 
 
 def _mean_error(ours, theirs):
-    return squared_errors(ours, theirs).mean()
+    return squared_errors(ours, theirs, average_over_processes).mean()
 
 
 def _last_state(model, batch):

@@ -6,13 +6,16 @@ This module reads model and text and writes the results; [`~sparsebert.training.
 
 import copy
 import dataclasses
-import os
 import shutil
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...analysis.plans import make_plan
@@ -31,6 +34,7 @@ from ...models.loading import read_model
 from ...models.model_classes import model_class_of
 from ...models.sentence_files import copy_sentence_files
 from ..runs.checkpoint_manifests import newest_whole
+from ..runs.engines import WHOLE, engine_of
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
 from ..runs.run_life import TrainingRun, training_run
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+_Found = TypeVar("_Found")
+
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
 STARTED_FROM = "dense model's attention"
@@ -61,21 +67,36 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
     matplotlib is installed, pictures. Until then there are checkpoints, from which `resume` continues.
     """
-    # Without a Trainer, accelerate does not see the processes of torchrun on a CPU.
-    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ValueError(
-            f"a search runs in one process, got {processes}: start it without torchrun or accelerate launch"
-        )
     options = PostHocArguments(**recipe["data"])
-    config, fields = check_arguments(options, recipe["model"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     saving = {"save_steps": options.save_steps, "seed": options.seed}
-    with training_run(matching_arguments(device, options.output_dir, **saving), options) as run:
-        metrics = _search(run, options, config, fields, device)
-        for path in run.folder.iterdir():
+    training = matching_arguments(device, options.output_dir, **saving)
+    # First of all: without such arguments, accelerate does not see the processes of torchrun on a CPU.
+    _check_processes(TrainingArguments(**training), options.sizes[1])
+    config, fields = check_arguments(options, recipe["model"])
+    with training_run(training, options) as run:
+        metrics = _search(run, options, config, fields)
+        for path in run.folder.iterdir() if PartialState().is_main_process else ():
             if CHECKPOINT.fullmatch(path.name):
                 shutil.rmtree(path)
         return metrics
+
+
+def _check_processes(training: TrainingArguments, batch_size: int) -> None:
+    """Check that the processes can share the batches, and that each of them has the whole model."""
+    if (engine := engine_of(training)) != WHOLE:
+        raise ValueError(
+            f"a search cannot run under {engine}, which shards the model whose layers it compares with those of the "
+            "dense one: start it with torchrun, or with accelerate launch for DDP"
+        )
+    if batch_size % training.world_size:
+        raise ValueError(f"batch_size must be a multiple of the {training.world_size} processes, got {batch_size}")
+
+
+def _on_main(compute: Callable[[], _Found]) -> _Found:
+    """What the main process computes, for all of them."""
+    found: list[Any] = [compute() if PartialState().is_main_process else None]
+    return broadcast_object_list(found)[0]
 
 
 def _search(
@@ -83,16 +104,18 @@ def _search(
     options: PostHocArguments,
     config: "PreTrainedConfig",
     fields: dict[str, Any],
-    device: str,
 ) -> dict[str, Any]:
     # A checkpoint of a version whose searches had no rest by default says nothing of it.
     search = {name: value for name, value in fields.items() if (name, value) != ("rest", "none")}
-    run.define(options, config, search=search)  # now, and again when the text is known, which takes longer
+    # The batches do not depend on the number of processes, with which others are resumed with a warning.
+    record = {"search": search, "processes": None}
+    run.define(options, config, **record)  # now, and again when the text is known, which takes longer
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
-    warn_of_slow_bfloat16(options.bf16, device)
+    device = str(run.training.device)
+    warn_of_slow_bfloat16(options.bf16, run.training.device.type)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
-    run.define(options, config, search=search, **source.record())
+    run.define(options, config, **record, **source.record())
     seconds = {"prepare": time.perf_counter() - run.began}
 
     model: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
@@ -117,10 +140,12 @@ def _search(
         )
     # The weights are still those of the dense model, but for normalization layers that were trained with the mask.
     dense, own = carrier(model), LEARNED if given is None else GIVEN
-    masks = {
-        name: calibrated(model, dense, each.replace(rest=mask.rest), source.start(options.sizes[1], options.seed))
-        for name, each in masks.items()
-    }
+    masks = _on_main(
+        lambda: {
+            name: calibrated(model, dense, each.replace(rest=mask.rest), source.start(options.sizes[1], options.seed))
+            for name, each in masks.items()
+        }
+    )
     if mask.rest != "none":
         mask = masks[own]
         model.sparse_attention.set_mask(mask, search=fields.get("search"))
@@ -134,47 +159,51 @@ def _search(
         recovered = RECOVERED.format(own_mask(options.mask))
         report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
         masks[recovered] = mask
-    inference = None
-    if options.timed:
-        stock: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
-        inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
-    output = run.folder
-    output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    copy_sentence_files(str(options.model), output, **hub_arguments)
-    probs = None
-    if learned is not None:
-        probs = learned.found_probs()
-        save_probs(output, probs, learned.log_odds(), mask, outcome)
-    if find_spec("matplotlib") and (mask.sparsity or probs is not None):
-        draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
-    parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
-    seconds["total"] = time.perf_counter() - run.began
-    target = ("cuda", torch.bfloat16) if options.device_target == "gpu" else (None, None)
-    plan = make_plan(model, options.max_length, *target)
-    metrics = {
-        "model": options.model,
-        "task": options.task,
-        "mask": options.mask,
-        "search": fields.get("search"),
-        "share_layers": fields.get("share_layers"),
-        "steps": options.sizes[0] if options.mask is None else None,
-        "recover": options.recover,
-        "objectives": list(options.objectives),
-        "bf16": options.bf16,
-        "search_outcome": outcome,
-        "live_tiles": plan.live_tiles[TILE],
-        "plan": plan.as_json(),
-        "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
-        "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
-        "agreement": report,
-        "inference_seconds": inference,
-        "seconds": seconds,
-    }
-    metrics["hardware"] = hardware()
-    add_search(output, metrics, model, options.data, [agreement_table(metrics)])
-    return write_metrics(output / METRICS_NAME, metrics)
+    output, parameters = run.folder, {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
+
+    def save() -> dict[str, Any]:
+        """Write everything but the metrics, which are returned."""
+        inference = None
+        if options.timed:
+            stock: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
+            inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
+        output.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        copy_sentence_files(str(options.model), output, **hub_arguments)
+        probs = None
+        if learned is not None:
+            probs = learned.found_probs()
+            save_probs(output, probs, learned.log_odds(), mask, outcome)
+        if find_spec("matplotlib") and (mask.sparsity or probs is not None):
+            draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
+        seconds["total"] = time.perf_counter() - run.began
+        target = ("cuda", torch.bfloat16) if options.device_target == "gpu" else (None, None)
+        plan = make_plan(model, options.max_length, *target)
+        metrics = {
+            "model": options.model,
+            "task": options.task,
+            "mask": options.mask,
+            "search": fields.get("search"),
+            "share_layers": fields.get("share_layers"),
+            "steps": options.sizes[0] if options.mask is None else None,
+            "recover": options.recover,
+            "objectives": list(options.objectives),
+            "bf16": options.bf16,
+            "search_outcome": outcome,
+            "live_tiles": plan.live_tiles[TILE],
+            "plan": plan.as_json(),
+            "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
+            "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
+            "agreement": report,
+            "inference_seconds": inference,
+            "seconds": seconds,
+        }
+        metrics["hardware"] = hardware()
+        add_search(output, metrics, model, options.data, [agreement_table(metrics)])
+        return metrics
+
+    return write_metrics(output / METRICS_NAME, _on_main(save))
 
 
 def _learn(
@@ -217,7 +246,7 @@ def _compare(
     seed: int,
 ) -> dict[str, dict[str, Any]]:
     """How close the masks keep the model to the dense one and, with a task, the score that it has through each."""
-    report = agreement(model, masks, source.held_out, teacher, mlm_tokenizer, seed=seed)
+    report = _on_main(lambda: agreement(model, masks, source.held_out, teacher, mlm_tokenizer, seed=seed))
     if isinstance(source, TaskInputs):
         for name, mask in masks.items():
             with running_through(model, carrier(model, mask)):
