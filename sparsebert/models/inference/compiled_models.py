@@ -140,6 +140,8 @@ def _run(base, given):
     output: Any = BaseModelOutput(last_hidden_state=last, hidden_states=tuple(states) if all_states else None)
     if getattr(base, "pooler", None) is not None:
         output = BaseModelOutputWithPooling(**output, pooler_output=pooled(base, last[:, :1]))
+    elif base.config.model_type == "dinov2":  # whose first token is what it pools
+        output = BaseModelOutputWithPooling(**output, pooler_output=last[:, 0])
     as_dict = given.get("return_dict", base.config.return_dict)
     return output if as_dict else output.to_tuple()
 
