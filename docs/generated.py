@@ -141,11 +141,10 @@ SETTINGS = ("per_device_train_batch_size", "num_train_epochs", "learning_rate")
 
 
 def _architectures():
-    by_distance = ("`sparse_triton`", "`sparsebert.compile` with a mask")
-    yield "`model_type`", "self-attention that carries the mask", "packed rows, `skip_padding`", *by_distance
+    yield "`model_type`", "self-attention that carries the mask", "packed rows, `skip_padding`", "`sparse_triton`"
     for name, module in ARCHITECTURES.items():
         packs = "images" if name in ("deit", "dinov2", "vit") else "no" if name in MIXES_TOKENS else "yes"
-        yield f"`{name}`", f"`{module}`", packs, *["no" if name in DISTANCE_BIASED else "yes"] * len(by_distance)
+        yield f"`{name}`", f"`{module}`", packs, "no" if name in DISTANCE_BIASED else "yes"
 
 
 def _recipes():

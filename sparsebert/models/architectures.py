@@ -142,6 +142,15 @@ def carrier_of(model: PreTrainedModel) -> Carrier:
     )
 
 
+def bias_by_distance(model: PreTrainedModel, length: int) -> tuple[torch.Tensor, ...] | None:
+    """
+    What a base model adds to all scores by distance, of all layers or of each: `(H, 2n - 1)`, that of i - j in column
+    i - j + n - 1. `None`, if it adds nothing.
+    """
+    model_type = model.config.model_type
+    return FAMILIES[model_type].bias_by_distance(model, length) if model_type in DISTANCE_BIASED else None
+
+
 def shares_weights(config: PreTrainedConfig) -> bool:
     """Whether several layers have the same weights, as in ALBERT, so that an attention module is not one layer's."""
     groups = getattr(config, "num_hidden_groups", config.num_hidden_layers)

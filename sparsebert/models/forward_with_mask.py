@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from ..attention.choosing.choice import ATTENTION_NAMES, TWINS, sparse_name, with_attentions
 from ..attention.interface import WITHOUT_INTERFACE, register_names
-from ..attention.mask_inputs import MaskInPlace, autocast_dtype
+from ..attention.mask_inputs import MaskInPlace, MaskInputs, autocast_dtype
 from ..attention.model_masks import sparse_attention_of
 from ..masks.exported import exporting
-from .architectures import DISTANCE_BIASED, FAMILIES, cached_length, configs_of, input_shape
+from .architectures import bias_by_distance, cached_length, configs_of, input_shape
 from .coverage import check_reached
 from .model_configs import STOCK_NAMED, Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
@@ -187,10 +187,7 @@ def _with_mask_inputs(model, names, args, kwargs):
     if documents is not None:
         batch, num_queries = documents.shape
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
-    distance_bias: tuple[torch.Tensor | None, ...] = (None,)
-    if config.model_type in DISTANCE_BIASED:
-        biases = FAMILIES[config.model_type].bias_by_distance(model, num_keys)
-        distance_bias = tuple(bias.to(device) for bias in biases)
+    biases = bias_by_distance(model, num_keys)
     mask_inputs = sparse_attention(
         name,
         batch,
@@ -202,7 +199,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         dtype=autocast_dtype(device.type, _dtype(model)),
         needs=needs,
         documents=documents,
-        distance_bias=distance_bias,
+        distance_bias=(None,) if biases is None else tuple(bias.to(device) for bias in biases),
     )
 
     def finish(output):
@@ -210,13 +207,19 @@ def _with_mask_inputs(model, names, args, kwargs):
             check_reached(model, mask_inputs.reached)
         return output if restore is None else restore(output)
 
-    reads_names = config.model_type not in WITHOUT_INTERFACE
-    named = {"mask_inputs": mask_inputs} if reads_names else {}
-    if reads_names and sparse_attention.carrier.window is None:
-        return args, kwargs | named, finish
-    # The windows are part of the mask: the model need not make them.
     own_mask = given.get("attention_mask") if "additive" in needs else None
-    return (), given | named | {"attention_mask": MaskInPlace(mask_inputs, own_mask)}, finish
+    added = mask_arguments(model, mask_inputs, own_mask)
+    return (args, kwargs | added, finish) if "attention_mask" not in added else ((), given | added, finish)
+
+
+def mask_arguments(model: Any, inputs: MaskInputs, own_mask: torch.Tensor | None = None) -> dict[str, Any]:
+    """The arguments of a stock base model with which its attention gets the inputs of a mask."""
+    reads_names = model.config.model_type not in WITHOUT_INTERFACE
+    named = {"mask_inputs": inputs} if reads_names else {}
+    if reads_names and model.sparse_attention.carrier.window is None:
+        return named
+    # The windows are part of the mask: the model need not make them.
+    return named | {"attention_mask": MaskInPlace(inputs, own_mask)}
 
 
 def _dtype(model):

@@ -33,7 +33,6 @@ from test_attach import (
 import sparsebert
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
 from sparsebert.commands import main
-from sparsebert.models.architectures import DISTANCE_BIASED
 from sparsebert.models.inference import compiled_files, compiling
 
 
@@ -93,7 +92,7 @@ def text_inputs(ids=IDS, padding=PADDING):
 @pytest.mark.parametrize(
     ("name", "masked"),
     [
-        *(row(name, True) for name in MODELS if name not in DISTANCE_BIASED),
+        *(row(name, True) for name in MODELS),
         *((name, False) for name in ("modernbert", "mpnet", "roberta", "vit")),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("t5", "umt5")),
     ],
@@ -125,8 +124,9 @@ def test_eager_attention_becomes_that_of_the_engine(name):
     assert_same(engine, model, inputs_of(name, padded=name != "vit"))
 
 
-def test_a_mask_with_a_rest(tmp_path):
-    model = a_model("bert")
+@pytest.mark.parametrize("name", ["bert", "mpnet", pytest.param("umt5", marks=pytest.mark.slow)])
+def test_a_mask_with_a_rest(tmp_path, name):
+    model = a_model(name)
     mask = model.sparse_attention.mask
     model.set_mask(mask.replace(rest="mean", rest_bias=torch.randn(LAYERS, mask.num_heads)))
     engine = compiled(model)
@@ -295,11 +295,6 @@ def with_nan():
 REFUSED = {
     "a module": (lambda: torch.nn.Linear(2, 2), {}, "needs a model of transformers, got Linear"),
     "a search": (searching, {}, "is not frozen: call freeze"),
-    "a bias per distance": (
-        lambda: a_model("mpnet"),
-        {},
-        "'mpnet' with a mask cannot be compiled: the graph does not",
-    ),
     "compiled already": (lambda: compiled(a_model()), {}, "is compiled already"),
     "half precision": (lambda: a_model().bfloat16(), {}, "float32 on the CPU: .* is torch.bfloat16"),
     "NaN": (with_nan, {}, "holds infinity or NaN"),

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
+from ...attention.mask_inputs import MaskInPlace
 from ...masks.exported import exporting
 from ..model_configs import Derived
 from ..unpadding import default_positions, pooled
@@ -19,6 +20,8 @@ from .compiled_files import save_compiled
 
 # What stays PyTorch of a base model: what its output needs, and the mask.
 _KEPT = ("pooler", "pooler_activation", "sparse_attention")
+# And in a model with a mask, whose graph does not have it, the bias per distance.
+_BIAS = "relative_attention_bias"
 # Arguments of base models without a meaning in inference without a cache.
 _WITHOUT_MEANING = ("use_cache", "return_dict", "output_hidden_states", "output_attentions")
 IMAGES = ("pixel_values",)
@@ -123,16 +126,20 @@ def _run(base, given):
     given = {name: value for name, value in given.items() if value is not None}
     if exporting():
         raise ValueError("a compiled model cannot be exported or traced: export the model that it is made of")
-    mask_inputs = given.pop("mask_inputs", None)
+    mask_inputs, padding = given.pop("mask_inputs", None), given.get("attention_mask")
+    if isinstance(padding, MaskInPlace):
+        mask_inputs, padding = padding.mask_inputs, padding.attention_mask
     if base.training:
         raise ValueError("a compiled model is for inference: call eval() before it, or train the model it is made of")
     if given.get("output_attentions", base.config.output_attentions):
         raise ValueError("output_attentions: a compiled model returns none; ask the model that it is made of")
     all_states = bool(given.get("output_hidden_states", base.config.output_hidden_states))
-    if torch.is_tensor(padding := given.get("attention_mask")) and padding.dim() != 2:
+    if torch.is_tensor(padding) and padding.dim() != 2:
         raise ValueError(f"attention_mask must have two dimensions in a compiled model, got {tuple(padding.shape)}")
     tensors = _filled(base, given)
-    others = given.keys() - tensors.keys() - {*_WITHOUT_MEANING} - {"attention_mask"}
+    # Those that say where documents are; a model without positions reads them for its mask alone.
+    of_mask = {"attention_mask"} if mask_inputs is None else {"attention_mask", "position_ids"}
+    others = given.keys() - tensors.keys() - {*_WITHOUT_MEANING} - of_mask
     wrong = [name for name in others if given[name] is not False]
     if wrong:
         raise ValueError(f"{min(wrong)}: a compiled model takes {', '.join(sorted(base.graph.inputs))}")
@@ -229,13 +236,28 @@ def limits_of(base: PreTrainedModel) -> dict[str, int]:
     return limits
 
 
+def _keep_bias(part):
+    """Whether a module holds a bias per distance, which is for the mask inputs. All else in it is removed, if so."""
+    holding = []
+    for name, inner in [*part._modules.items()]:
+        if name == _BIAS:
+            holding.append(inner.requires_grad_(False))
+        elif _keep_bias(inner):
+            holding.append(inner)
+    if holding:
+        for name in [name for name, inner in part._modules.items() if inner not in holding]:
+            del part._modules[name]
+    return bool(holding)
+
+
 def strip(model: PreTrainedModel) -> None:
     """Remove what the graph of a model does instead."""
     base: Any = model.base_model
-    for name in [name for name in base._modules if name not in _KEPT]:
-        del base._modules[name]
+    sparse_attention = base._modules.get("sparse_attention")
+    for name, part in [*base._modules.items()]:
+        if name not in _KEPT and (sparse_attention is None or not _keep_bias(part)):
+            del base._modules[name]
     for name in list(base._parameters):
         del base._parameters[name]
-    sparse_attention = base._modules.get("sparse_attention")
     if sparse_attention is not None:
         sparse_attention.places, sparse_attention.lists = (), {}

@@ -4,6 +4,7 @@ import importlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from types import ModuleType
 from typing import Any, TypeVar
@@ -13,11 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...attention.mask_inputs import MaskInPlace, MaskInputs
+from ...attention.distance_bias import with_distance_forms
+from ...attention.mask_inputs import MaskInputs
 from ...attention.model_masks import without_adapters
 from ...checks import check_choice, check_range
 from ...version import __version__
-from ..architectures import DISTANCE_BIASED, has_decoder, input_shape, num_positions, sliding_window
+from ..architectures import bias_by_distance, has_decoder, input_shape, num_positions, sliding_window
+from ..forward_with_mask import mask_arguments
 from ..model_configs import derived_class
 from ..unpadding import mixes_tokens
 from .compiled_models import IMAGES, CompiledBase, CompiledModel, image_shape, limits_of, strip, traced_names
@@ -133,17 +136,11 @@ def _check_model(model):
         raise ValueError(f"this {name} is compiled already")
     if getattr(model, "_hf_peft_config_loaded", False) or any(hasattr(part, "lora_A") for part in model.modules()):
         raise ValueError(f"this {name} has adapters: merge them first, with merge_and_unload of PEFT")
-    config = model.config
     if has_decoder(model):
         raise ValueError(f"compile needs an encoder, got a {name} with a decoder")
     sparse_attention: Any = base._modules.get("sparse_attention")
     if sparse_attention is not None and sparse_attention.mask is None:
         raise ValueError("the mask of this model is not frozen: call freeze() before compile")
-    if sparse_attention is not None and config.model_type in DISTANCE_BIASED:
-        raise ValueError(
-            f"a model of type {config.model_type!r} with a mask cannot be compiled: the graph does not hold its bias "
-            "per distance. Detach the mask, or run the model in PyTorch"
-        )
     for weight_name, weight in model.named_parameters():
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             raise ValueError(
@@ -189,9 +186,10 @@ class _Traced(nn.Module):
         given: dict[str, Any] = dict(zip(self.names, tensors, strict=True))
         if "sparse_attention" in base._modules:
             shape: Any = input_shape(base.config, given)
-            given["mask_inputs"] = MaskInputs("sparse_sdpa", shape[1], shape[1], shape[2])
-            if base.sparse_attention.carrier.window is not None:
-                given["attention_mask"] = MaskInPlace(given["mask_inputs"], None)
+            inputs = MaskInputs("sparse_sdpa", shape[1], shape[1], shape[2])
+            if (biases := bias_by_distance(base, shape[1])) is not None:  # which the operator takes from the call
+                inputs = with_distance_forms(replace(inputs, distance_bias=biases))
+            given |= mask_arguments(base, inputs)
         with _engine_attention(base):
             output = super(type(base), base).forward(**given, output_hidden_states=True, return_dict=True)
         return output.last_hidden_state, *output.hidden_states
