@@ -57,7 +57,7 @@ from .shared.report import (
 KINDS = ("dense", "sparse")
 LIMIT = "diagonal"
 ENGINES = ("pytorch", "openvino", "onnxruntime")
-# A dense model that also runs as a graph of one shape, which a user of one length has.
+# Also runs as a graph of one shape, which a user of one length has.
 FIXED = "int8 openvino"
 RUNTIMES = (*PRECISIONS, *(f"{precision} {engine}" for engine in ENGINES[1:] for precision in PRECISIONS))
 RUNTIMES += (f"{FIXED} static",)
@@ -135,10 +135,15 @@ def in_openvino(model, precision, calibration):
     return sparsebert.compile(copy.deepcopy(model), precision=precision, calibration=calibration)
 
 
-def with_static_shapes(model, batch, length):
+def with_static_shapes(model, ids):
     """A copy of a compiled model that takes batches of one shape only."""
+    graph = model.graph
+    graph.recorded = []
+    hidden_states(model, ids)
+    shapes = {name: array.shape for name, array in graph.recorded[0].items()}
+    graph.forget_recorded()
     fixed = copy.deepcopy(model)
-    fixed.graph._model.reshape(dict.fromkeys(fixed.graph.inputs, [batch, length]))
+    fixed.graph._model.reshape({name: list(shape) for name, shape in shapes.items()})
     return fixed
 
 
@@ -258,10 +263,10 @@ def measured(name, length, models, options):
     for system, model in models.items():
         if (kind := system.split()[0]) in masks:
             model.sparse_attention.set_mask(masks[kind])
-    if not options.encode and (dense := f"dense {FIXED}") in models:
-        models = models | {f"{dense} static": with_static_shapes(models[dense], batch, length)}
     ids = make_tokens(name, config, batch, length, options)
     check(models["sparse float32"], ids)
+    fixed = [system for system in models if system.endswith(FIXED) and not options.encode]
+    models = models | {f"{system} static": with_static_shapes(models[system], ids) for system in fixed}
     states = {system: hidden_states(model, ids)[:1] for system, model in models.items()}
     tokens = batch * length
     functions = {system: lambda model=model: hidden_states(model, ids) for system, model in models.items()}
