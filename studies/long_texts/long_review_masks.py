@@ -17,7 +17,7 @@ from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.result_charts import plot_lines
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, long_enough
-from ..shared.post_hoc import check_masks
+from ..shared.post_hoc import check_masks, paper_form
 from ..shared.recipe_sections import check_least
 from .review_classifiers import check_reviews, classifier, score, trained, write_rows
 
@@ -116,7 +116,7 @@ def _run(cell, folder):
     data |= {"validation": str(folder / "test.jsonl")}
     target = {"target_sparsity": cell["sparsity"], "rest": "none"}
     own = {"objective": "answers", "steps": cell["steps"], "output_dir": str(folder / LEARNED)}
-    searched = search_post_hoc({"data": data | own, "model": target | {"search": cell["search"]}})
+    searched = search_post_hoc({"data": data | own, "model": target | paper_form(cell["search"])})
     metrics |= {"search_seconds": searched["seconds"]["search"], "removed": searched["sparsity"][LEARNED]}
     systems = {"dense": folder / "run", LEARNED: folder / LEARNED}
     for name in (LEARNED, *cell["controls"]):

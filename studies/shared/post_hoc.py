@@ -9,7 +9,7 @@ from sparsebert.learning.searches import SEARCHES
 from sparsebert.masks.matched import VARIED
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.loading import check_folder
-from sparsebert.training.searching.search_arguments import FIELDS, default_fields
+from sparsebert.training.searching.search_arguments import FIELDS
 
 from .base_models import located
 
@@ -18,9 +18,13 @@ def check_search(model: str, length: int, **fields: Any) -> None:
     """Check a search with a target for a model; a sparsity that is out of its reach is refused."""
     config = read_config(located(model))
     sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    defaults = default_fields(fields.get("search", FIELDS["search"]))
-    asked = SparseBertConfig(**(defaults | sizes | {"mask_length": length} | fields))
+    asked = SparseBertConfig(**(FIELDS | sizes | {"mask_length": length} | fields))
     described_search(asked, asked.carrier)
+
+
+def paper_form(search: str) -> dict[str, Any]:
+    """The fields of a search in which distances have no sign, as in the paper."""
+    return {"search": search, "symmetric": SEARCHES[search].toeplitz}
 
 
 def check_masks(cell: dict[str, Any]) -> None:

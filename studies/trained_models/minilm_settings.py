@@ -43,7 +43,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "special_columns": {"special_rows": False},
     "signed_special_columns": {"symmetric": False, "special_rows": False},
 }
-# Settings of the recovery; `bf16` applies to the search as well.
+# Settings of the recovery, and those of the search that are judged after it; `bf16` applies to both.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_layers": {"recover_objective": "layers"},
     "recover_layers_pooled": {"recover_objective": "layers_pooled"},
@@ -55,6 +55,7 @@ RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
     "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
     "recover_600": {"recover": 600},
+    "recover_signed": {"symmetric": False},
     "bf16": {"bf16": True},
 }
 # What the mask is worth without a recovery is seen in a fraction of the time.

@@ -15,7 +15,7 @@ from ..harness.comparisons import Seeds, draw_panels, mean, with_task_mean
 from ..harness.experiment import Cells, Experiment, common_settings, seeded
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE
-from ..shared.post_hoc import check_masks
+from ..shared.post_hoc import check_masks, paper_form
 from ..shared.recipe_sections import check_least, check_task
 from .minilm_tasks import finetuned_cell
 
@@ -90,7 +90,7 @@ def _run(cell, folder):
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
     target = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
-    searched = {"data": data | {"steps": cell["steps"]}, "model": target | {"search": cell["search"]}}
+    searched = {"data": data | {"steps": cell["steps"]}, "model": target | paper_form(cell["search"])}
     found = search_post_hoc(searched)
     metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
     metrics["search_seconds"] = found["seconds"]["search"]

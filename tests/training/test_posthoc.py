@@ -40,7 +40,6 @@ from sparsebert.training.searching.search_arguments import (
     FIELDS,
     PostHocArguments,
     check_arguments,
-    default_fields,
     given_mask,
 )
 from sparsebert.training.searching.search_inputs import read_inputs, read_text
@@ -56,8 +55,7 @@ DATA_FIELDS = {field.name for field in dataclasses.fields(PostHocArguments)}
 
 
 def searching(name, model=None, **fields):
-    defaults = default_fields(fields.get("search", FIELDS["search"]))
-    fields = defaults | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
+    fields = FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
     return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
 
 
@@ -119,7 +117,8 @@ def test_start_is_the_mean_attention(search):
 
 def test_start_from_short_inputs():
     """An offset starts with its mean attention times the length, without the special tokens at both ends."""
-    model, stock = searching("bert", special_tokens="first_last", share_layers=True), base_model("bert")
+    model = searching("bert", special_tokens="first_last", share_layers=True, symmetric=True)
+    stock = base_model("bert")
     batches = [ROWS[:4, :9], ROWS[4:8, :6]]
     start_from_attention(model, carrier(model), batches)
     totals, counts = 0, torch.zeros(LENGTH)

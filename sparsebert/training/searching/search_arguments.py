@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ...masks.sparse_mask import SparseMask
 
 # Defaults of SparseBertConfig that differ after training: every step keeps the entries of the largest P, with a budget
-# for all heads together, and what is removed leaves a rest.
+# for all heads together, distances have a sign, and what is removed leaves a rest.
 FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
@@ -55,19 +55,13 @@ FIELDS: dict[str, Any] = {
     "hard": True,
     "noise_scale": 0.0,
     "mask_logit_scale": 1.0,
+    "symmetric": False,
     "rest": "mean",
 }
-
-
-def default_fields(search: str) -> dict[str, Any]:
-    """`FIELDS` of a search. One by distances is symmetric, as in the paper, others are not."""
-    return FIELDS | {"search": search, "symmetric": SEARCHES[search].toeplitz}
-
-
 # Defaults of the search, by the kind of device that the mask is for. A GPU skips tiles that are off as a whole.
 TARGETS: dict[str, dict[str, Any]] = {
     "cpu": {},
-    "gpu": {"search": "dam_b", "symmetric": False, "target_sparsity": 0.8},
+    "gpu": {"search": "dam_b", "target_sparsity": 0.8},
 }
 # For a search that is not hard, which trains P itself, ever steeper.
 SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
@@ -98,7 +92,7 @@ class PostHocArguments(CheckedFields, HubArguments):
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
             to `max_length`, as a classifier of documents gets them.
         device_target (`str`): The device that the mask is for: `"cpu"`, or `"gpu"` to search for whole tiles, `dam_b`
-            with signed distances and a `target_sparsity` of 0.8, unless section `model` gives other values of these.
+            with a `target_sparsity` of 0.8, unless section `model` gives other values of these.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
@@ -255,11 +249,11 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if options.mask is None:
         search = given.get("search", FIELDS["search"])
         check_choice("search", search, tuple(SEARCHES))
-        fields = default_fields(search) | given
+        fields = FIELDS | given
         if not SEARCHES[search].stochastic:
-            fields = default_fields(search) | SOFT_FIELDS | {"hard": False} | given
+            fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
         elif not fields["hard"]:
-            fields = default_fields(search) | SOFT_FIELDS | given
+            fields = FIELDS | SOFT_FIELDS | given
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
