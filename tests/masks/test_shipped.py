@@ -22,10 +22,11 @@ def model_with(norms, length):
     return model
 
 
-@pytest.mark.parametrize("name", ["minilm-l6-128-90", "minilm-l6-512-90"])
+@pytest.mark.parametrize("name", ["minilm-l6-128-90", "minilm-l6-512-90", "minilm-l6-512-tiles-80"])
 def test_a_shipped_mask_is_attached_to_its_model_alone(name, tmp_path, caplog):
     mask = sparsebert.SparseMask.from_pretrained(name)
-    assert mask.sparsity == pytest.approx(0.9, abs=0.001) and mask.rest == "mean" and str(mask.length) in name
+    assert mask.sparsity == pytest.approx(int(name[-2:]) / 100, abs=0.001) and mask.rest == "mean"
+    assert str(mask.length) in name and (mask.form == "blocks") == ("tiles" in name)
     norms = mask.metadata[QUERY_NORMS]
     model = sparsebert.attach(model_with(norms, mask.length).to(torch.bfloat16), name)  # which changes norms little
     for folder in (tmp_path / "once", tmp_path / "twice"):
