@@ -60,7 +60,8 @@ def sparse_attention_forward(
     """
     check_arguments(module, kwargs)
     if isinstance(attention_mask, MaskInPlace):
-        mask_inputs, attention_mask = attention_mask.mask_inputs, attention_mask.attention_mask
+        mask_inputs = attention_mask.mask_inputs
+        attention_mask = attention_mask.attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     carries_mask = getattr(module, "sparse_attention", None) is not None
     if carries_mask and (mask_inputs is None or mask_inputs.distance_bias[0] is None):
@@ -112,7 +113,9 @@ def _on_device(inputs, device):
     return inputs.moved[device]
 
 
-def _with_causality(padding, num_queries, num_keys, device):
+def _with_causality(
+    padding: torch.Tensor | None, num_queries: int, num_keys: int, device: torch.device
+) -> torch.Tensor:
     """Bool `(B or 1, 1, n, m)`: the keys that are real and not after the query."""
     keep = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
     return keep if padding is None else keep & padding.bool()[:, None, None, :]

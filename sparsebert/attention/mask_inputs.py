@@ -125,9 +125,10 @@ class MaskInputs:
         The inputs of dense attention, under the host's own mask only: `(B, m)` or `(B, 1, n, m)`, bool or added to the
         scores, as is a `position_bias`.
         """
-        bias = position_bias if attention_mask is None else additive_4d(attention_mask)
-        if attention_mask is not None and position_bias is not None:
-            bias = bias + position_bias
+        bias = position_bias
+        if attention_mask is not None:
+            bias = additive_4d(attention_mask)
+            bias = bias if position_bias is None else bias + position_bias
         return cls(backend, bias=(bias,))
 
     def for_layer(self, layer: int, attention_mask: torch.Tensor | None = None) -> "MaskInputs":
