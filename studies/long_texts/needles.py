@@ -185,8 +185,8 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
         axis.set(title=f"{length} tokens", xlabel="depth of the needle", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("documents found")
-    handles, labels = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    labeled = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(labeled.values(), labeled.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path)
 
