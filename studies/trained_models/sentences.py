@@ -8,13 +8,14 @@ from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
 from sparsebert.analysis.statistics import paired_bootstrap
+from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice
 from sparsebert.hub import read_config
 from sparsebert.masks.matched import VARIED, matched_pattern
 from sparsebert.models.attaching import read_mask
 from sparsebert.models.loading import find_file
 
-from ..harness.experiment import Experiment, common_settings
+from ..harness.experiment import Cells, Experiment, common_settings
 from ..shared.base_models import PACKAGE, located, named_models
 from ..shared.recipe_sections import check_least
 from ..shared.sentence_similarity import check_pairs, embed_pairs, pair_cosines, read_pairs, similarity
@@ -103,6 +104,24 @@ def _run(cell, folder):
     return found | {"difference": compared["difference"], "low": low, "high": high}
 
 
+def _summary(finished: Cells) -> list[Table]:
+    """A row per task and model; those that differ in their seed are rows of their own."""
+    rows = []
+    for cell in finished.values():
+        metrics = cell["metrics"]
+        row = {"pairs": cell["settings"]["task"], "model": cell["settings"]["mask"]}
+        row |= {"removed on sentences": f"{metrics['input_sparsity']:.1%}", "cosine": f"{metrics['cosine']:.3f}"}
+        row["Spearman"] = f"{100 * metrics['spearman']:.1f}"
+        if "difference" in metrics:
+            row["minus dense"] = "{difference:+.2f} [{low:+.2f}, {high:+.2f}]".format(**metrics)
+        rows.append(row)
+    notes = (
+        "cosine: with the dense model's embeddings; minus dense: points, with a 95 % interval from resamples of the "
+        "pairs, which says nothing of other seeds",
+    )
+    return [Table.of("Pairs of sentences", rows, notes)]
+
+
 EXPERIMENT = Experiment(
     title="Sentence embeddings through masks",
     arguments=SentenceStudy,
@@ -115,14 +134,9 @@ EXPERIMENT = Experiment(
         "cosine": ("cosine to dense", "{:.3f}"),
         "cosine_5": ("5 % quantile", "{:.3f}"),
         "spearman": ("Spearman", "{:.3f}"),
-        "difference": ("minus dense, points", "{:+.2f}"),
-        "low": ("from", "{:+.2f}"),
-        "high": ("to", "{:+.2f}"),
     },
     plot=("sparsity", "spearman", "mask"),
-    notes=(
-        "removed: at the mask's own length; on sentences: of the attention between the tokens that they have",
-        "from, to: 95 % interval of the difference from 1000 resamples of the pairs; it says nothing of other seeds",
-    ),
+    notes=("removed: at the mask's own length; on sentences: of the attention between the tokens that they have",),
+    summary=_summary,
     smallest={"tasks": ["stsb"]},
 )
