@@ -527,12 +527,12 @@ def test_several_seeds_of_a_pre_training(pretraining_flags, said, tmp_path, caps
         assert line in said([*words, *flags])
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "Mean of 2 runs" in out and f"written to {tmp_path / 'runs/seed_8'}" in out
-    before = contents(tmp_path / "runs/seed_7")
-    assert "seed_7 holds a finished run: add --resume" in said(words)
-    shutil.rmtree(tmp_path / "runs/seed_8")
-    assert main([*words, "--resume"]) == 0 and contents(tmp_path / "runs/seed_7") == before
-    shutil.rmtree(tmp_path / "runs/seed_8")
+    assert "Mean of 2 runs" in out and f"written to {tmp_path / 'runs/seed-8'}" in out
+    before = contents(tmp_path / "runs/seed-7")
+    assert "seed-7 holds a finished run: add --resume" in said(words)
+    shutil.rmtree(tmp_path / "runs/seed-8")
+    assert main([*words, "--resume"]) == 0 and contents(tmp_path / "runs/seed-7") == before
+    shutil.rmtree(tmp_path / "runs/seed-8")
     assert "training.learning_rate is 0.5, but 0.001 in" in said([*words, "--resume", "--learning_rate", "0.5"])
 
 

@@ -80,7 +80,7 @@ class PretrainingArguments(CheckedFields, HubArguments):
             weights are updated several times in each step. Needs `gradient_accumulation_steps`.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
         seeds (`int` or `list`): Number of runs, counted up from `training.seed`, or a list of seeds. Several run one
-            after the other, each in a folder `seed_N` of the output folder; with `resume`, those that are finished are
+            after the other, each in a folder `seed-N` of the output folder; with `resume`, those that are finished are
             kept.
         pictures (`bool`): Draw the mask at the end, if matplotlib is installed and the model is not dense.
         resume (`bool`): Continue from the newest complete checkpoint in the output folder, if there is one.

@@ -48,7 +48,7 @@ def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, An
     """
     data, training = PretrainingArguments(**recipe["data"]), read_training(recipe["training"])
     seeds, output = read_seeds(data.seeds, training.seed), Path(str(training.output_dir))
-    folders = {seed: output / f"seed_{seed}" for seed in seeds} if len(seeds) > 1 else {seeds[0]: output}
+    folders = {seed: output / f"seed-{seed}" for seed in seeds} if len(seeds) > 1 else {seeds[0]: output}
     if len(seeds) > 1:
         check_intervals()
         for name in ("resume_from_checkpoint", "push_to_hub", "data_seed"):
