@@ -146,7 +146,10 @@ def named(checkpoints, tmp_path):
         models = {"model": checkpoints["stock"], "base_model": checkpoints["long"], "original": checkpoints["stock"]}
         models |= {"models": str(tmp_path / "cells"), "masked": [checkpoints["window"]], "replaced": [0, 2]}
         models |= {"continue_from": checkpoints["stock"], "lengths": [40, 80]}
-        found = {name: models[name] for name in models.keys() & {field.name for field in fields(arguments)}} | found
+        known = {field.name for field in fields(arguments)}
+        if "depths" in known:
+            models["masks"] = ["window"]  # of those of needles, one is for MiniLM alone
+        found = {name: models[name] for name in models.keys() & known} | found
         for system in getattr(arguments(**found), "systems", ()):
             shutil.copytree(checkpoints["stock"], tmp_path / "cells" / system / "model")
         return found
