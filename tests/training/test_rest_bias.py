@@ -36,7 +36,12 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
     mask = SparseMask(keep, LENGTH, "offsets", special_tokens=special_tokens, rest="mean")
     attach(model, mask)
     ids = torch.randint(5, 50, (6, LENGTH))
-    found = calibrated(model, carrier(model), mask, ids.split(2))
+    other = mask.replace(keep=keep[:1].roll(1, -1), special_tokens="none")
+    masks = {"own": mask, "other": other, "none": mask.replace(rest="none")}
+    together = calibrated(model, carrier(model), masks, ids.split(2))
+    found = together["own"]
+    assert list(together) == list(masks) and together["none"] is masks["none"]
+    assert together["other"] == calibrated(model, carrier(model), {"other": other}, ids.split(2))["other"]
     assert found.keep.equal(mask.keep) and found.rest_bias.shape == (2, HEADS)
     assert model.sparse_attention.mask is mask
     implementation = model.config._attn_implementation
@@ -71,4 +76,4 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
 
 def test_mask_without_a_rest_stays_as_it_is():
     mask = SparseMask(torch.ones(HEADS, 4).bool(), 4, "offsets")
-    assert calibrated(None, None, mask, []) is mask
+    assert calibrated(None, None, {"own": mask}, [])["own"] is mask

@@ -20,13 +20,13 @@ SHAPES = (
     "M0 6L6 -5H-6Z",
     "M-6 -2H-2V-6H2V-2H6V2H2V6H-2V2H-6Z",
 )
-# Units of time, the shortest that keeps the numbers below its limit.
-# Of pre-training, and of translation.
+# What is measured of a pre-training, and of a translation, by its name in the metrics.
 _NUMBERS = {
     "mlm_loss": "pre-training: loss on masked words (lower is better)",
     "lm_loss": "pre-training: loss on next words (lower is better)",
     "bleu": "translation: BLEU",
 }
+# Units of time, the shortest that keeps the numbers below its limit.
 UNITS = (("seconds", 1, 180), ("minutes", 60, 180 * 60), ("hours", 3600, math.inf))
 
 

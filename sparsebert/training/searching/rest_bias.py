@@ -4,7 +4,7 @@ The bias of the rest, from what the dense model attends to.
 Letters: B batch, L layers, H heads, n length.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -43,21 +43,21 @@ def calibrate_rest(model: "PreTrainedModel", batches: Iterable[Batch]) -> None:
     mask = sparse_attention.mask
     if mask is None or mask.rest == "none":
         raise ValueError("calibrate_rest needs a model whose mask is frozen and has a rest: mask.replace(rest='mean')")
-    sparse_attention.set_mask(
-        calibrated(model.eval(), carrier(model), mask, batches), search=mask.metadata.get("search")
-    )
+    found = calibrated(model.eval(), carrier(model), {"": mask}, batches)
+    sparse_attention.set_mask(found[""], search=mask.metadata.get("search"))
 
 
 def calibrated(
-    model: "PreTrainedModel", dense: SparseAttention, mask: SparseMask, batches: Iterable[Batch]
-) -> SparseMask:
+    model: "PreTrainedModel", dense: SparseAttention, masks: Mapping[str, SparseMask], batches: Iterable[Batch]
+) -> dict[str, SparseMask]:
     """
-    A mask with a rest whose `rest_bias` makes up for what the expansion around the mean query misses: with it, the
+    Masks, by name, with a `rest_bias` that makes up for what the expansion around the mean query misses: with it, the
     logarithm of the attention that the rest gets is, in the mean over queries, that of what the dense model pays to
-    the removed keys. A mask without a rest is returned as it is. The batches have no padding.
+    the removed keys. Masks without a rest are returned as they are. The batches have no padding.
     """
-    if mask.rest == "none":
-        return mask
+    rested = {name: mask for name, mask in masks.items() if mask.rest != "none"}
+    if not rested:
+        return dict(masks)
     modules = list(attention_modules(model).values())
     means: list[torch.Tensor] = []
     implementation = model.config._attn_implementation
@@ -70,39 +70,53 @@ def calibrated(
             padding = inputs_of(batch).get("attention_mask")
             if padding is not None and not bool(padding.all()):
                 raise ValueError("the batches that a rest is calibrated with must have no padding")
-            removed = ~mask.to_table(inputs_of(batch)["input_ids"].shape[1]).to(model.device)
             found: list[torch.Tensor] = []
             distances: list[tuple[torch.Tensor | None, ...]] = []
 
-            def missing(output, removed=removed, found=found, distances=distances):
+            def missing(output, found=found, distances=distances):
                 layer, (added,) = len(found), distances
-                each = (part[layer % len(part)] for part in (removed, added))
-                return _missing(output[-1].float(), *each, mask)
+                return _missing(output[-1].float(), layer, added[layer % len(added)], rested.values())
 
             with recorded(modules, found, missing), recorded([dense], distances, lambda made: made.distance_bias):
                 model.base_model(**inputs_of(batch))
-            means.append(torch.stack(found))
+            means.append(torch.stack(found, 1))
     if not means:
         raise ValueError("a rest is calibrated with at least one batch")
-    bias = torch.stack(means).mean(0)
-    return mask.replace(rest_bias=bias.clamp(-_LARGEST, _LARGEST))
+    biases = torch.stack(means).mean(0).clamp(-_LARGEST, _LARGEST)  # (number of masks, L, H)
+    return dict(masks) | {
+        name: mask.replace(rest_bias=bias) for (name, mask), bias in zip(rested.items(), biases, strict=True)
+    }
 
 
-def _missing(probs, removed, added, mask):
+def _missing(probs, layer, added, masks):
     """
-    By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what is removed, `(H, n, n)`,
-    differs from that of the rest, `(H,)`. The scores that the rest is made of are the logarithms of these
+    By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what each mask removes differs from
+    that of the rest: `(number of masks, H)`. The scores that the rest is made of are the logarithms of these
     probabilities without what is added by distance, `(H, n, n)` or `None`, up to a constant per query which cancels
     out.
     """
-    number, length = SPECIAL_TOKENS.index(mask.special_tokens), probs.shape[-1]
-    others = slice(min(number, 1), length - (number == 2))
     scores = probs.clamp(min=_LEAST).log()
-    scores = (scores if added is None else scores - added)[..., others]
+    scores = scores if added is None else scores - added
+    rests: dict[str, torch.Tensor] = {}
+    found = []
+    for mask in masks:
+        if mask.special_tokens not in rests:
+            rests[mask.special_tokens] = _rest_scores(scores, mask.special_tokens)
+        own = mask.replace(keep=mask.keep[layer % mask.num_layers][None], rest_bias=None)
+        removed = ~own.to_table(probs.shape[-1])[0].to(probs.device)  # (H, n, n)
+        count = removed.sum(-1)
+        missing = (probs * removed).sum(-1).clamp(min=_LEAST).log() - rests[mask.special_tokens]
+        missing = (missing - count.clamp(min=1).log()) * (count > 0)
+        found.append(missing.sum((0, 2)) / (count > 0).sum(-1).clamp(min=1) / len(probs))
+    return torch.stack(found)
+
+
+def _rest_scores(scores, special_tokens):
+    """What each query `(B, H, n)` gives a key of the rest, from its scores with all keys `(B, H, n, n)`."""
+    number, length = SPECIAL_TOKENS.index(special_tokens), scores.shape[-1]
+    others = slice(min(number, 1), length - (number == 2))
+    scores = scores[..., others]
     mean = scores[:, :, others].mean(2)
     weights = mean.softmax(-1)
     constant = mean.logsumexp(-1) - (weights * mean).sum(-1) - torch.tensor(float(scores.shape[-1])).log()
-    count = removed.sum(-1)
-    rest = torch.einsum("bhm,bhnm->bhn", weights, scores) + constant[..., None] + count.clamp(min=1).log()
-    missing = (probs * removed).sum(-1).clamp(min=_LEAST).log() - rest
-    return (missing * (count > 0)).sum((0, 2)) / (count > 0).sum(-1).clamp(min=1) / len(probs)
+    return torch.einsum("bhm,bhnm->bhn", weights, scores) + constant[..., None]

@@ -140,12 +140,8 @@ def _search(
         )
     # The weights are still those of the dense model, but for normalization layers that were trained with the mask.
     dense, own = carrier(model), LEARNED if given is None else GIVEN
-    masks = _on_main(
-        lambda: {
-            name: calibrated(model, dense, each.replace(rest=mask.rest), source.start(options.sizes[1], options.seed))
-            for name, each in masks.items()
-        }
-    )
+    masks = {name: each.replace(rest=mask.rest) for name, each in masks.items()}
+    masks = _on_main(lambda: calibrated(model, dense, masks, source.start(options.sizes[1], options.seed)))
     if mask.rest != "none":
         mask = masks[own]
         model.sparse_attention.set_mask(mask, search=fields.get("search"))
