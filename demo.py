@@ -26,7 +26,7 @@ from sparsebert.data.builtin_corpus import builtin_documents
 
 
 ENGINES = ("PyTorch", "OpenVINO")
-LENGTH, HALF, QUERY, DOCUMENTS, PER_PACKAGE, BATCH = 1024, 512, 64, 64, 12, 4
+LENGTH, HALF, QUERY, DOCUMENTS, PER_PACKAGE, BATCH = 1024, 512, 64, 40, 12, 4
 # Tokens between a document and its passage, which otherwise goes on in the same sentence.
 GAP = 64
 
