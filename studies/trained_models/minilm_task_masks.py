@@ -44,7 +44,9 @@ class MiniLMTaskMasks:
         recover (`int`): Steps that adapt the weights to a mask, on the same inputs; 0 leaves them as they are.
         controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
+        patterns (`bool`): Score manual masks without adapted weights too.
         rest (`str`): See [`SparseBertConfig`]; it concerns every mask.
+        symmetric (`bool`): Whether distances have no sign in the search, as in the paper.
     """
 
     model: str = PACKAGE
@@ -63,7 +65,9 @@ class MiniLMTaskMasks:
     recover: int = 300
     controls: list[str] = field(default_factory=lambda: ["window"])
     bf16: bool = False
+    patterns: bool = True
     rest: str = "none"
+    symmetric: bool = True
 
 
 def _cells(settings):
@@ -90,8 +94,9 @@ def _run(cell, folder):
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
     target = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
-    searched = {"data": data | {"steps": cell["steps"]}, "model": target | paper_form(cell["search"])}
-    found = search_post_hoc(searched)
+    form = paper_form(cell["search"]) if cell["symmetric"] else {"search": cell["search"]}
+    own = {"steps": cell["steps"], "patterns": cell["patterns"]}
+    found = search_post_hoc({"data": data | own, "model": target | form})
     metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
     metrics["search_seconds"] = found["seconds"]["search"]
     scores = {_RENAMED.get(name, name): numbers for name, numbers in found["agreement"].items()}
