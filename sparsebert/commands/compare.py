@@ -69,7 +69,10 @@ def run(values):
     documents = itertools.islice(load_documents(options.data, "all"), options.num_texts)
     texts = ["\n".join(document) for document in documents]
     if len(texts) < 2:
-        raise ValueError(f"data {options.data!r} must have at least 2 documents, got {len(texts)}")
+        raise ValueError(
+            f"data {options.data!r} must have at least 2 documents (in a text file, a blank line separates them), "
+            f"got {len(texts)}"
+        )
     encoders = {
         kind: read_encoder(source, options.length, **hub_arguments)
         for kind, source in zip(KINDS, options.models, strict=True)

@@ -296,9 +296,14 @@ def convert(
     model has a mask, the attention of all its `masked_layers` becomes the operator. `windows`: whether layers of a
     model without a mask have a sliding window.
     """
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecation, which OpenVINO has no other way than, and of constants
-        traced = torch.jit.trace(module, tuple(example.values()), strict=False, check_trace=False)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # tracing reads every property, and the loss of a base model warns
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecation, which OpenVINO has no other way than, and of constants
+            traced = torch.jit.trace(module, tuple(example.values()), strict=False, check_trace=False)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     # What `openvino.convert_model` does, but for its telemetry.
     frontend = FrontEndManager().load_by_framework("pytorch")
     decoder = TorchScriptPythonDecoder(traced, example_input=tuple(example.values()))
