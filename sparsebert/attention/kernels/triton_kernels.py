@@ -20,11 +20,9 @@ from .triton_loops import dense_columns, dense_rows, listed_columns, listed_rows
 from .triton_rest import rest_gradient
 from .triton_steps import (
     SPECIALS,
-    WORD,
-    bit_at,
     dense_keep,
-    dropout_words,
     finish_columns,
+    kept_keys,
     load_span,
     program_place,
     special_tokens,
@@ -248,8 +246,7 @@ def short_backward_kernel(
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dropped = p
         if seed is not None:
-            drawn = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(drawn[:, None], columns[None, :])
+            kept = kept_keys(seed, bh, rows, step * STEP, threshold, STEP)
             dropped = tl.where(kept, p, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, input_precision="ieee")

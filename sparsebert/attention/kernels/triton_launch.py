@@ -47,11 +47,7 @@ AMPERE: dict[str, dict[int, Configurations]] = {
     "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (8, 3, 32)]},
     "column": {32: [(4, 3, 32)], 64: [(4, 3, 16), (8, 3, 16)]},
 }
-AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
-    "forward": {64: [(4, 3, 32)]},
-    "query_grad": {32: [(4, 3, 32)]},
-    "column": {64: [(8, 3, 16)]},
-}
+AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {"forward": {32: [(4, 3, 32)], 64: [(4, 3, 64)]}}
 # Where the rest of a mask, whose key and value need registers, asks for others.
 AMPERE_REST: dict[str, dict[int, Configurations]] = {"forward": {64: [(4, 3, 32)]}}
 # Configurations for float32, for which no matrix unit keeps the precision.

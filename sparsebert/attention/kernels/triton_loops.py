@@ -12,21 +12,21 @@ import triton.language as tl
 from .triton_rest import first_sums
 from .triton_steps import (
     SPECIALS,
-    WORD,
     bit_at,
     column_step,
     dense_keep,
-    dropout_words,
     finish_columns,
     finish_rows,
     guarded,
+    kept_at,
+    kept_keys,
+    kept_queries,
     load_queries,
     masked_entry,
     next_entry,
     real_word,
     row_step,
     special_tokens,
-    special_words,
     start_rows,
 )
 
@@ -86,8 +86,7 @@ def listed_rows(
         v = tl.load(value + columns[:, None] * v_n + d[None, :])
         kept = None
         if seed is not None:
-            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(drawn[:, None], columns[None, :])
+            kept = kept_keys(seed, bh, rows, start, threshold, STEP)
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, None, kept, scale, keep_scale, GRADIENT
         )
@@ -115,8 +114,7 @@ def listed_rows(
             keep = bit_at(bits[:, None], (part + lane)[None, :])
             kept = None
             if seed is not None:
-                drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
-                kept = bit_at(drawn[:, None], columns[None, :])
+                kept = kept_keys(seed, bh, rows, start, threshold, STEP)
             acc, top, total = row_step(
                 acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
             )
@@ -134,7 +132,7 @@ def listed_rows(
         keep = guarded(seen[None, :] & ~listed, rows[:, None], specials[None, :], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            kept = bit_at(special_words(seed, bh, rows, first, last, threshold, 1), specials[None, :])
+            kept = kept_at(seed, bh, rows[:, None], specials[None, :], threshold)
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
@@ -179,8 +177,7 @@ def listed_columns(
         q, do, row_lse, row_delta = load_queries(rows, None, query, output_grad, lse, delta, q_n, o_n, HEAD)
         kept = None
         if seed is not None:
-            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(drawn[None, :], columns[:, None])
+            kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, None, kept, scale, keep_scale)
         tile = next_tile
 
@@ -199,8 +196,7 @@ def listed_columns(
             keep = bit_at(bits[None, :], lane[:, None])
             kept = None
             if seed is not None:
-                drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-                kept = bit_at(drawn[None, :], columns[:, None])
+                kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
             dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
             tile, index = next_tile, next_index
 
@@ -214,8 +210,7 @@ def listed_columns(
         keep = guarded(valid[None, :] & ~listed, specials[None, :], columns[:, None], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            drawn = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(drawn[None, :], columns[:, None])
+            kept = kept_at(seed, bh, specials[None, :], columns[:, None], threshold)
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
     if SPECIAL:
         if first is not None:
@@ -256,8 +251,7 @@ def dense_rows(
         )  # fmt: skip
         kept = None
         if seed is not None:
-            drawn = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(drawn[:, None], columns[None, :])
+            kept = kept_keys(seed, bh, rows, step * STEP, threshold, STEP)
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
@@ -286,6 +280,6 @@ def dense_columns(
         keep = guarded(valid[:, None] & inside[None, :], rows[None, :], specials[:, None], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            kept = bit_at(special_words(seed, bh, rows, first, last, threshold, 0), specials[:, None])
+            kept = kept_at(seed, bh, rows[None, :], specials[:, None], threshold)
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
     finish_columns(specials, valid, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)

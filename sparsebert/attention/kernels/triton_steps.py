@@ -13,39 +13,70 @@ import triton.language as tl
 
 # Lanes of a gathered tile of special tokens: the fewest that a matrix unit takes. At most two of them are used.
 SPECIALS = tl.constexpr(16)
-# Dropout decisions per word.
+# Keys per word of a mask.
 WORD = tl.constexpr(64)
+# Keys whose dropout decisions are drawn together, by four draws.
+GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def dropout_words(seed, head, rows, index, threshold):
+def draw_kept(seed, head, rows, lane, threshold):
     """
-    Dropout decisions for keys `64 * index` to `64 * index + 63`, one word per query. Bit c is on if key
-    `64 * index + c` is kept, which has the probability `threshold / 65536`. A decision depends on the entry alone, not
-    on the tile in which it is needed.
-
-    The probability is built from the bits of the threshold, the lowest first: each bit halves it, and adds 1/2 if the
-    bit is on. One operation does this for 32 entries, so one draw of Philox serves 8 entries.
+    Dropout decisions for some queries, 8 in each number: that of lane `4 * g + q` has bit `2 * j + b` on if the key
+    `32 * g + 8 * j + 2 * q + b` is kept (`q`, `j` < 4, `b` < 2), which has the probability `threshold / 65536`. These
+    are the columns that a thread holds of a matrix product, so that it draws for its own entries. A decision depends
+    on the entry alone, not on the tile in which it is needed.
 
     Args:
         seed: Pointer to two int64, the key of Philox and a part of its counter.
         head: Index of batch and head.
-        rows (int32): Indices of the queries.
-        index (int32): Index of the word, a scalar.
+        rows, lane (int32): Indices of the queries and of the numbers, which broadcast.
         threshold (int32): From 1 to 65535.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), Philox-4x32-7.
     """
-    key = tl.load(seed)
-    salt = tl.load(seed + 1).to(tl.int32) << 2
-    half = tl.arange(0, 2)[None, :]
-    kept = tl.zeros_like(rows[:, None] + half).to(tl.uint32)
-    for draw in tl.static_range(4):
-        plane = tl.philox(key, rows[:, None], half + 2 * index, head, salt + draw, 7)
-        for k in tl.static_range(4):
-            bit = (0 - ((threshold >> (4 * draw + k)) & 1)).to(tl.uint32, bitcast=True)
-            kept = (plane[k] & kept) | (bit & (plane[k] | kept))
-    return tl.sum(kept.to(tl.int64) << (32 * half).to(tl.int64), 1)
+    drawn = tl.philox(tl.load(seed), rows, lane, head, tl.load(seed + 1).to(tl.int32), 7)
+    kept = (rows + lane) * 0
+    for k in tl.static_range(4):
+        kept |= ((drawn[k] & 0xFFFF).to(tl.int32) < threshold).to(tl.int32) << 2 * k
+        kept |= ((drawn[k] >> 16).to(tl.int32) < threshold).to(tl.int32) << 2 * k + 1
+    return kept
+
+
+@triton.jit
+def kept_keys(seed, head, rows, start, threshold, STEP: tl.constexpr):
+    """Which keys from `start` to `start + STEP` dropout keeps, bool (queries, STEP)."""
+    QUERIES: tl.constexpr = rows.shape[0]
+    GROUPS: tl.constexpr = triton.cdiv(STEP, GROUP)
+    EIGHTS: tl.constexpr = STEP // GROUPS // 8
+    lane = start // GROUP * 4 + tl.arange(0, 4 * GROUPS)
+    kept = draw_kept(seed, head, rows[:, None], lane[None, :], threshold).reshape(QUERIES, GROUPS, 1, 4, 1)
+    # The part of a group that a shorter step has.
+    place = (
+        2 * tl.arange(0, EIGHTS)[:, None, None]
+        + tl.arange(0, 2)[None, None, :]
+        + (start - start // GROUP * GROUP) // 4
+    )
+    return ((kept >> place[None, None]).reshape(QUERIES, STEP) & 1) != 0
+
+
+@triton.jit
+def kept_queries(seed, head, rows, start, threshold):
+    """Which of `WORD` keys from `start` on dropout keeps, bool (WORD, queries)."""
+    GROUPS: tl.constexpr = WORD // GROUP
+    lane = start // GROUP * 4 + tl.arange(0, 4 * GROUPS)
+    kept = draw_kept(seed, head, rows[:, None], lane[None, :], threshold).reshape(rows.shape[0], GROUPS, 4)
+    words = tl.sum(kept << 8 * tl.arange(0, 4)[None, None, :], 2)
+    key = tl.arange(0, GROUP)
+    place = key % 8 // 2 * 8 + key // 8 * 2 + key % 2
+    return ((tl.trans(words)[:, None, :] >> place[None, :, None]).reshape(WORD, rows.shape[0]) & 1) != 0
+
+
+@triton.jit
+def kept_at(seed, head, rows, columns, threshold):
+    """Which entries dropout keeps; rows and columns broadcast."""
+    kept = draw_kept(seed, head, rows, columns // GROUP * 4 + columns % 8 // 2, threshold)
+    return ((kept >> (columns % GROUP // 8 * 2 + columns % 2)) & 1) != 0
 
 
 @triton.jit
@@ -96,19 +127,6 @@ def special_tokens(first, last, LANES: tl.constexpr):
     elif last is not None:
         positions = positions + last
     return positions, valid
-
-
-@triton.jit
-def special_words(seed, head, rows, first, last, threshold, AXIS: tl.constexpr):
-    """The words of dropout decisions for the keys of [`special_tokens`], which lie along dimension `AXIS`."""
-    if first is not None:
-        words = tl.expand_dims(dropout_words(seed, head, rows, first // WORD, threshold), AXIS)
-        if last is not None:
-            other_words = tl.expand_dims(dropout_words(seed, head, rows, last // WORD, threshold), AXIS)
-            words = tl.where(tl.expand_dims(tl.arange(0, SPECIALS), 1 - AXIS) == 0, words, other_words)
-    else:
-        words = tl.expand_dims(dropout_words(seed, head, rows, last // WORD, threshold), AXIS)
-    return words
 
 
 @triton.jit
