@@ -11,7 +11,7 @@ import secrets
 import socket
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -61,6 +61,16 @@ CHECKPOINT, RUN_FOLDER = re.compile(r"checkpoint-\d+"), re.compile(r"seed-\d+|\w
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # Errors of a system that has no place left for a file.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def runs_in(names: Iterable[str | os.PathLike]) -> list[str]:
+    """Names of runs, with a folder that holds nothing but the runs of several seeds replaced by these, in order."""
+    found = []
+    for name in map(str, names):
+        seeds = [path.parent for path in Path(name).glob(f"seed-*/{METRICS_NAME}")]
+        alone = not seeds or Path(name, METRICS_NAME).exists()
+        found += [name] if alone else map(str, sorted(seeds, key=lambda path: (len(path.name), path.name)))
+    return found
 
 
 class FinishedRunError(FileExistsError):

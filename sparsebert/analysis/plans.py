@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import CONFIG_NAME
 
+from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..attention.choosing.choice import automatic
 from ..checks import check_range
@@ -45,8 +46,8 @@ class Plan:
             By tile size, the fraction of tiles that hold an entry: mean over heads and layers, without the rows
             and columns of special tokens, which kernels handle separately.
         choices (`dict[str, tuple[str, str]]`):
-            Name of the backend that `sparse_auto` would choose, and why, for `"inference"`, `"training"` and
-            `"training with dropout"`.
+            Name of the backend that `sparse_auto` would choose, or that is set in the model, and why, for
+            `"inference"`, `"training"` and `"training with dropout"`.
     """
 
     length: int
@@ -115,7 +116,7 @@ def make_plan(
     head_size: int = 64,
 ) -> Plan:
     """Like [`plan`], without printing."""
-    causal, probability_map, needs = False, "softmax", frozenset[str]()
+    causal, probability_map, needs, fixed = False, "softmax", frozenset[str](), None
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask
     else:
@@ -125,6 +126,7 @@ def make_plan(
         mask, causal = sparse_attention.mask, sparse_attention.carrier.is_decoder
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         needs = frozenset(sparse_attention.wanted())
+        fixed = model_or_mask.base_model.config._attn_implementation
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
     check_range("length", length, 1, MAX_MASK_LENGTH)
@@ -140,7 +142,10 @@ def make_plan(
         shape = (1, mask.num_heads, length, length, head_size)
         flags = (dropout, phase != "inference", False, causal)
         request = Request(device_type, dtype, *shape, *flags, needs, probability_map)
-        choices[phase] = automatic(mask, request, may_run=False)
+        name, reason = automatic(mask, request, may_run=False)
+        if fixed in BACKENDS:
+            name, reason = fixed, f"set in the model; sparse_auto would take {name}: {reason}"
+        choices[phase] = name, reason
     return Plan(
         length,
         device_type,

@@ -9,7 +9,7 @@ Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and S
 from dataclasses import dataclass
 
 from ..analysis.importance_analysis import analyze, importance_table
-from ..files import UNFINISHED_ALONE, check_output_dir, locked_output
+from ..files import UNFINISHED_ALONE, check_output_dir, locked_output, runs_in
 from ..hub import HubArguments
 from ._command import Command, Results
 
@@ -20,8 +20,8 @@ class AnalysisArguments(HubArguments):
     What to analyze.
 
     Args:
-        runs (`list[str]`): Run folders of `pretrain` or `search`, searching checkpoints, folders or Hub ids of masks;
-            several runs are taken as seeds of one search.
+        runs (`list[str]`): Run folders of `pretrain` (also with several seeds) or `search`, searching checkpoints,
+            folders or Hub ids of masks; several runs are taken as seeds of one search.
         output_dir (`str`): Folder to write, created if missing.
         special_tokens (`str`, *optional*): Which tokens count as special; by default `first_last`, or `first` if the
             search always keeps only the first token.
@@ -41,9 +41,10 @@ def command(words):
 
 def run(values):
     options = AnalysisArguments(**values["analysis"])
-    hub_arguments = options.hub_arguments(*options.runs)
+    runs = runs_in(options.runs)
+    hub_arguments = options.hub_arguments(*runs)
     with locked_output(options.output_dir) as left:
         check_output_dir(options.output_dir, options.overwrite or left == UNFINISHED_ALONE)
-        numbers = analyze(options.runs, options.output_dir, options.special_tokens, **hub_arguments)
+        numbers = analyze(runs, options.output_dir, options.special_tokens, **hub_arguments)
     lines = [f"{found['source']}: {found['bridges']}" for found in numbers["runs"]]
     return Results(numbers, [importance_table(numbers)], [*lines, f"written to {options.output_dir}"])

@@ -22,6 +22,8 @@ _SEARCH = (
     *(f"model.{name}" for name in _SEARCHED),
     *(f"data.{name}" for name in ("freeze_threshold", "freeze_sparsity", "search_end")),
 )
+# A range of P around 1/2 that is this narrow says that the search has not decided.
+_HARDLY = 0.1
 _PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 
 
@@ -60,8 +62,9 @@ def run(values):
 def _outcome_text(outcome):
     asked = "no sparsity" if outcome["asked"] is None else f"a sparsity of {outcome['asked']:.3f}"
     low, high = outcome["range_of_p"]
+    moved = ": the search has hardly moved them, train longer" if high - low < _HARDLY else ""
     return (
-        f"search: asked for {asked}, got {outcome['got']:.3f}; P of nine in ten parameters is from {low:.3f} to "
-        f"{high:.3f}, for {outcome['undecided']:.1%} of the learned entries on the other side of 1/2 than the mask; "
-        f"{outcome['dense_heads']} heads keep everything, {outcome['empty_heads']} nothing"
+        f"search: asked for {asked}, got {outcome['got']:.3f}; heads that keep everything: {outcome['dense_heads']}, "
+        f"nothing: {outcome['empty_heads']}; P of nine in ten parameters is from {low:.3f} to {high:.3f}{moved}; "
+        f"{outcome['undecided']:.1%} of the entries are kept below P = 1/2 or removed above it"
     )

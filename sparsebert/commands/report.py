@@ -15,6 +15,7 @@ from ..analysis.reporting.report_sources import Source, read_sources
 from ..analysis.reporting.reports import distinct_names, report_tables
 from ..analysis.reporting.web_page import PageMask, check_page, mask_table, write_page
 from ..checks import check_choice
+from ..files import runs_in
 from ..theory.verdicts import Case, check_cases, details
 from ._command import Command, Results
 
@@ -30,7 +31,7 @@ class ReportArguments:
     What to report.
 
     Args:
-        runs (`list[str]`): Output folders of finished runs; folders or Hub ids of masks.
+        runs (`list[str]`): Output folders of finished runs, also of several seeds; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
         overwrite (`bool`): Replace an existing page.
         seeds (`bool`): The runs differ in nothing but the seed: also print means and intervals of their numbers.
@@ -56,7 +57,7 @@ def run(values):
         check_page(options.output, options.overwrite)
     elif options.overwrite:
         raise ValueError("--overwrite needs --output")
-    sources = read_sources(options.runs, with_masks=options.output is not None)
+    sources = read_sources(runs_in(options.runs), with_masks=options.output is not None)
     metrics = {Path(source.name): source.metrics for source in sources if source.metrics is not None}
     tables = report_tables(metrics) + penalty_tables(metrics) + ([seeds_table(metrics)] if options.seeds else [])
     pictures = [f"picture: {picture}" for folder in metrics for picture in sorted(folder.glob("*.png"))]

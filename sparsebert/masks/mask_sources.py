@@ -102,7 +102,7 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             raise
         raise MaskFileError(
             f"{name}: there is no mask in subfolder {kwargs.get('subfolder') or ''!r}; there are masks in "
-            f"{', '.join(names)}: give one of them as subfolder"
+            f"{', '.join(names)}: give one of them as subfolder, or in a local folder as {name}/{names[0]}"
         ) from error
 
 

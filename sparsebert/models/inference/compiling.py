@@ -234,6 +234,8 @@ def _chosen(model, module, precision, batches, min_cosine):
             precision = [name for name in module.precisions() if name != "int8"][-1]
             logger.warning(f"precision auto takes {precision}: there is no calibration data, which others need.")
         return exact.in_precision(precision), {}
+    tried = precision if precision != "auto" else ", ".join(module.precisions())
+    logger.warning(f"Compiling in {tried}, with {len(batches)} batches to compare on: this may take minutes.")
     exact.recorded = []
     try:
         want = _states(model, batches)
