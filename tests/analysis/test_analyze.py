@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -185,6 +186,15 @@ def test_an_analysis_that_failed_is_repeated_by_the_same_command(tmp_path, runs,
     (tmp_path / "picture.png").symlink_to(tmp_path / "precious")
     save_figure(new_figure(1, 1), tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").is_symlink() and not (tmp_path / "precious").exists()
+
+
+def test_a_folder_of_seeds_is_their_runs(tmp_path, runs, undrawn):
+    for seed, run in enumerate(runs):
+        shutil.copytree(run, tmp_path / f"runs/seed-{seed}")
+        (tmp_path / f"runs/seed-{seed}/metrics.json").touch()
+    assert main(["analyze", str(tmp_path / "runs"), "--output_dir", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out/importance.json").read_text())
+    assert [Path(run["source"]).name for run in found["runs"]] == ["seed-0", "seed-1"]
 
 
 def test_short_mask_has_no_sketch(tmp_path, undrawn):

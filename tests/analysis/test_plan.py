@@ -94,6 +94,11 @@ def test_of_models(tiny_config):
     result = plan(model)
     assert (result.length, result.dtype) == (32, torch.bfloat16)
     assert result.sparsity == pytest.approx(model.sparse_attention.sparsity())
+    model.set_attn_implementation("sparse_eager")
+    assert plan(model).choices["inference"] == (
+        "sparse_eager",
+        "set in the model; sparse_auto would take " + ": ".join(result.choices["inference"]),
+    )
     decoder = SparseBertModel(tiny_config(pattern="dense", mask_length=16, is_decoder=True))
     assert plan(decoder).sparsity == pytest.approx(1 - 17 / 32)
     assert plan(decoder, 32).live_tiles == {16: 0.75, 32: 1.0, 64: 1.0, 128: 1.0}

@@ -529,7 +529,6 @@ def test_several_seeds_of_a_pre_training(pretraining_flags, said, tmp_path, caps
     out = capsys.readouterr().out
     assert "Mean of 2 runs" in out and f"written to {tmp_path / 'runs/seed-8'}" in out
     assert main(["report", str(tmp_path / "runs"), "--seeds"]) == 0 and "Mean of 2 runs" in capsys.readouterr().out
-    assert main(["analyze", str(tmp_path / "runs"), "--output_dir", str(tmp_path / "analysis")]) == 0
     before = contents(tmp_path / "runs/seed-7")
     assert "seed-7 holds a finished run: add --resume" in said(words)
     shutil.rmtree(tmp_path / "runs/seed-8")
