@@ -2,6 +2,7 @@
 Compile the Triton kernels for GPUs that need not be there, and report what they ask for.
 
     python -m benchmarks.compile_triton [--arch 90] [--dtype float16] [--head_size 64]
+    python -m benchmarks.compile_triton --output benchmarks/results/compile_triton    # and writes the table as JSON
 
 A line per variant that the package can launch: registers, spilled bytes, shared memory, matrix instructions of warp
 groups (`wgmma`), and how loads overlap with computing in the loops over the tiles: how many groups of copies may be
@@ -16,8 +17,10 @@ import contextlib
 import io
 import itertools
 import re
+import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -30,6 +33,7 @@ from sparsebert.attention.kernels.triton_launch import configurations
 from sparsebert.attention.kernels.triton_limits import DTYPES, GPUS, HEAD_SIZES
 
 from .shared.ptx import Loop, matrix_loops
+from .shared.report import write_json
 
 
 # Compute capability times 10 to the bytes of shared memory that a block can have.
@@ -198,6 +202,17 @@ def line(variant, found):
     )
 
 
+def cell(variant, found):
+    """The same for the JSON: what the package chooses, what was compiled for it, and what that takes."""
+    fields = ("kernel", "arch", "head_size", "dropout", "rest", "rows", "warps", "stages", "step", "limit")
+    found_fields = ("registers", "spills", "shared", "wait", "ahead", "wgmma")
+    return {
+        **{name: getattr(variant, name) for name in fields},
+        "dtype": str(variant.dtype)[6:],
+        **{name: getattr(found, name) for name in found_fields},
+    }
+
+
 def faults(variant, found):
     """What is wrong with a variant, in words: a list."""
     wrong = []
@@ -220,16 +235,23 @@ def main(arguments=None):
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=names)
     parser.add_argument("--head_size", type=int, nargs="+", default=HEAD_SIZES, choices=HEAD_SIZES)
     parser.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--output", type=Path, help="path of the results, without suffix")
     options = parser.parse_args(arguments)
     print(HEADER)
-    status = 0
+    status, cells = 0, []
     for variant in variants(options.arch, [names[name] for name in options.dtype], options.head_size):
         if variant.kernel in options.kernel:
             found = compiled(variant)
             print(line(variant, found), flush=True)
+            cells.append(cell(variant, found))
             for fault in faults(variant, found):
                 print(f"{line(variant, found)}: {fault}", file=sys.stderr)
                 status = 1
+    if options.output is not None:
+        words = sys.argv[1:] if arguments is None else arguments
+        options.command = shlex.join(["python", "-m", "benchmarks.compile_triton", *words])
+        options.quick = False
+        write_json(options, cells)
     return status
 
 

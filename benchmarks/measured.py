@@ -117,6 +117,7 @@ TABLES = {
     },
     "gpu.tiles": lambda: [gpu_tables.tile_quality()],
     "gpu.configurations": lambda: [gpu_tables.configurations()],
+    "gpu.compiled": lambda: [gpu_tables.compiled()],
     "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},

@@ -10,7 +10,7 @@ from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.tiles import TILE, mask_tile_shares
 from studies.claims import REPRODUCED
 
-from .report import make_table, ratio_text
+from .report import RESULTS, make_table, ratio_text
 
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "results"
@@ -64,6 +64,31 @@ def configurations():
     body = [[*key, *(f"{row[n]:.0f}" if n in row else "" for n in lengths)] for key, row in rows.items()]
     header = ("kernel", "warps, stages, step, registers at most", *(f"n to {n}" for n in lengths))
     return make_table("Launch configurations, microseconds", header, body)
+
+
+def compiled():
+    """What each kernel takes in its first configuration, without and with dropout, by compute capability."""
+    rows, archs = {}, {}
+    for cell in json.loads((RESULTS / "compile_triton.json").read_text(encoding="utf-8"))["cells"]:
+        archs[cell["arch"]] = f"sm_{cell['arch']}"
+        found = rows.setdefault((cell["kernel"], str(cell["head_size"])), {})
+        configuration = tuple(cell[name] for name in ("warps", "stages", "step", "limit"))
+        chosen, most = found.setdefault((cell["arch"], cell["dropout"]), (configuration, (0, 0)))
+        if configuration == chosen:  # with a rest or without, for 64 tokens or 128: the worst
+            found[cell["arch"], cell["dropout"]] = chosen, max(most, (cell["registers"], cell["spills"][0]))
+
+    def text(entry):
+        if entry is None:
+            return "-"
+        (*_, step, _), (registers, spilled) = entry
+        return f"{registers} ({step})" + f", {spilled} B spilled" * bool(spilled)
+
+    body = [
+        [*key, "yes" if dropout else "no", *(text(found.get((arch, dropout))) for arch in archs)]
+        for key, found in rows.items()
+        for dropout in (False, True)
+    ]
+    return make_table("Registers of a thread (step)", ("kernel", "head size", "dropout", *archs.values()), body)
 
 
 def tile_quality(length=512):

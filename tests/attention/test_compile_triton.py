@@ -1,7 +1,9 @@
 """The offline compilation of the Triton kernels, in a process without the interpreter."""
 
 import importlib.util
+import json
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -35,15 +37,31 @@ def test_the_short_kernel(compiled):
         assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
 
 
-def test_kernels_on_lists_neither_spill_nor_wait(compiled, monkeypatch):
-    """One of them: with all that takes registers."""
+def test_kernels_on_lists_neither_spill_nor_wait(compiled, monkeypatch, tmp_path):
+    """One of them: with all that takes registers. `--output` writes the same table."""
     from benchmarks import compile_triton
+    from benchmarks.shared import report
+
+    monkeypatch.setattr(report, "hardware", dict)
 
     every = compile_triton.variants
     fullest = lambda *args: [variant for variant in every(*args) if variant.dropout and variant.rest]  # noqa: E731
     monkeypatch.setattr(compile_triton, "variants", fullest)
-    (line,) = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
+    words = ("--arch", "80", "--head_size", "32", "--kernel", "forward", "--output", str(tmp_path / "table"))
+    (line,) = compiled(*words)
     assert line["spill"] == "0/0" and float(line["ahead"]) >= 1
+    (cell,) = json.loads((tmp_path / "table.json").read_text())["cells"]
+    assert cell["registers"] == int(line["regs"]) and cell["spills"] == [0, 0] and cell["dropout"] and cell["rest"]
+
+
+def test_the_committed_table_is_of_these_configurations():
+    from benchmarks.compile_triton import ARCHS, HEAD_SIZES, variants
+    from benchmarks.shared.report import RESULTS
+
+    names = ("kernel", "arch", "head_size", "dropout", "rest", "rows", "warps", "stages", "step", "limit")
+    wanted = [[asdict(variant)[name] for name in names] for variant in variants(ARCHS, [torch.bfloat16], HEAD_SIZES)]
+    cells = json.loads((RESULTS / "compile_triton.json").read_text())["cells"]
+    assert [[cell[name] for name in names] for cell in cells] == wanted, "see docs/kernels.md for the command"
 
 
 @pytest.mark.slow
