@@ -34,11 +34,15 @@ HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
 }
 # No limit was measured on Blackwell, where the single backward kernel has registers for half a tile of keys only.
 BLACKWELL = HOPPER | {
-    "forward": {**HOPPER["forward"], 64: [(4, 3, 64), (8, 3, 64)]},
+    "forward": {**HOPPER["forward"], 64: [(4, 3, 64)]},
     "short_forward": {**HOPPER["short_forward"], 64: [(4, 2, 64)]},
-    "query_grad": {**HOPPER["query_grad"], 64: [(4, 3, 64), (8, 3, 64)]},
+    "query_grad": {**HOPPER["query_grad"], 64: [(4, 3, 64), (8, 3, 64)], 128: [(4, 3, 32)]},
     "column": {**HOPPER["column"], 64: [(4, 3, 32), (8, 3, 32)]},
     "short_backward": {**HOPPER["short_backward"], 32: [(8, 2, 32)], 64: [(8, 2, 32)]},
+}
+BLACKWELL_DROPOUT = HOPPER_DROPOUT | {
+    "forward": {**HOPPER_DROPOUT["forward"], 128: [(8, 3, 32)]},
+    "short_backward": {**HOPPER_DROPOUT["short_backward"], 128: [(4, 2, 16)]},
 }
 # Head size 128 is missing, since every configuration tried spills kilobytes of registers.
 AMPERE: dict[str, dict[int, Configurations]] = {
@@ -83,9 +87,11 @@ def configurations(
     """
     if dtype == torch.float32:
         return FLOAT32
-    table, under_dropout = (AMPERE, AMPERE_DROPOUT) if capability < 90 else (HOPPER, HOPPER_DROPOUT)
+    table, under_dropout = HOPPER, HOPPER_DROPOUT
     if capability >= 100:
-        table = BLACKWELL
+        table, under_dropout = BLACKWELL, BLACKWELL_DROPOUT
+    elif capability < 90:
+        table, under_dropout = AMPERE, AMPERE_DROPOUT
     usual = table[kernel][head_size]
     if rest and capability < 90:
         usual = AMPERE_REST.get(kernel, {}).get(head_size, usual)
