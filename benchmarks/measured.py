@@ -127,7 +127,7 @@ TABLES = {
     },
     **{
         f"reproduce.{name}.rest": lambda name=name: reproduced(name, REPRODUCED / "rest")
-        for name in ("minilm", "minilm_settings", "minilm_tasks", "sentences")
+        for name in ("minilm", "minilm_settings", "minilm_task_masks", "minilm_tasks", "sentences")
     },
     "reproduce.minilm.mpnet": lambda: reproduced("minilm", REPRODUCED / "mpnet"),
     **{

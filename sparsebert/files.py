@@ -65,7 +65,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def runs_in(names: Iterable[str | os.PathLike]) -> list[str]:
     """Names of runs, with a folder that holds nothing but the runs of several seeds replaced by these, in order."""
-    found = []
+    found: list[str] = []
     for name in map(str, names):
         seeds = [path.parent for path in Path(name).glob(f"seed-*/{METRICS_NAME}")]
         alone = not seeds or Path(name, METRICS_NAME).exists()

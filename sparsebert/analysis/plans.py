@@ -126,7 +126,8 @@ def make_plan(
         mask, causal = sparse_attention.mask, sparse_attention.carrier.is_decoder
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         needs = frozenset(sparse_attention.wanted())
-        fixed = model_or_mask.base_model.config._attn_implementation
+        base: Any = model_or_mask.base_model
+        fixed = base.config._attn_implementation
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
     check_range("length", length, 1, MAX_MASK_LENGTH)

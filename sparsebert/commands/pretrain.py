@@ -22,7 +22,7 @@ _SEARCH = (
     *(f"model.{name}" for name in _SEARCHED),
     *(f"data.{name}" for name in ("freeze_threshold", "freeze_sparsity", "search_end")),
 )
-# A range of P around 1/2 that is this narrow says that the search has not decided.
+# P that are as near to 1/2, on both sides together, are those of a search that has not decided.
 _HARDLY = 0.1
 _PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 
@@ -62,7 +62,7 @@ def run(values):
 def _outcome_text(outcome):
     asked = "no sparsity" if outcome["asked"] is None else f"a sparsity of {outcome['asked']:.3f}"
     low, high = outcome["range_of_p"]
-    moved = ": the search has hardly moved them, train longer" if high - low < _HARDLY else ""
+    moved = ": the search has hardly moved them, train longer" if abs(low - 0.5) + abs(high - 0.5) < _HARDLY else ""
     return (
         f"search: asked for {asked}, got {outcome['got']:.3f}; heads that keep everything: {outcome['dense_heads']}, "
         f"nothing: {outcome['empty_heads']}; P of nine in ten parameters is from {low:.3f} to {high:.3f}{moved}; "
