@@ -27,9 +27,8 @@ suppress_warnings = ["misc.highlighting_failure"]  # of commands in the notebook
 html_theme = "furo"
 html_title = f"SparseBERT {release}"
 html_copy_source = False
-# The report of `make demo`, if it has run here.
-html_extra_path = [path for path in ("../runs/demo/report.html",) if (ROOT / "docs" / path).is_file()]
-if html_extra_path:
+if (ROOT / "runs/demo/report.html").is_file():  # `make demo` has run here
+    html_extra_path = ["../runs/demo/report.html"]
     tags.add("demo")  # noqa: F821, defined by Sphinx
 
 # The docstrings are those of transformers: Markdown code spans, and sections that Google's style has nearly all of.

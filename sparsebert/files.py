@@ -64,12 +64,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def runs_in(names: Iterable[str | os.PathLike]) -> list[str]:
-    """Names of runs, with a folder that holds nothing but the runs of several seeds replaced by these, in order."""
+    """
+    Names of runs, with a folder that holds nothing but the runs of several seeds replaced by these, in order, also by
+    those that are not finished.
+    """
     found: list[str] = []
     for name in map(str, names):
-        seeds = [path.parent for path in Path(name).glob(f"seed-*/{METRICS_NAME}")]
-        alone = not seeds or Path(name, METRICS_NAME).exists()
-        found += [name] if alone else map(str, sorted(seeds, key=lambda path: (len(path.name), path.name)))
+        seeds = sorted(Path(name).glob("seed-*/"), key=lambda path: (len(path.name), path.name))
+        whole = Path(name, METRICS_NAME).exists() or not any(Path(seed, METRICS_NAME).exists() for seed in seeds)
+        found += [name] if whole else map(str, seeds)
     return found
 
 

@@ -22,9 +22,9 @@ _SEARCH = (
     *(f"model.{name}" for name in _SEARCHED),
     *(f"data.{name}" for name in ("freeze_threshold", "freeze_sparsity", "search_end")),
 )
+_PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 # P that are as near to 1/2, on both sides together, are those of a search that has not decided.
 _HARDLY = 0.1
-_PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 
 
 def command(words):

@@ -77,7 +77,7 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
         if not (folder / MASK_CONFIG_NAME).is_file() and (names := [path for path in mask_paths(source) if path]):
             raise MaskFileError(
                 f"{folder / MASK_CONFIG_NAME}: no such file; there are masks in {', '.join(names)}: give one of them "
-                "as subfolder"
+                f"as subfolder, or its path, such as {source / names[0]}"
             )
         if not (folder / MASK_CONFIG_NAME).is_file() and (folder / SEARCH_CONFIG_NAME).is_file():
             raise MaskFileError(f"{folder}: its mask is still being searched: load the model, and freeze it first")
@@ -102,7 +102,7 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             raise
         raise MaskFileError(
             f"{name}: there is no mask in subfolder {kwargs.get('subfolder') or ''!r}; there are masks in "
-            f"{', '.join(names)}: give one of them as subfolder, or in a local folder as {name}/{names[0]}"
+            f"{', '.join(names)}: give one of them as subfolder"
         ) from error
 
 

@@ -531,6 +531,12 @@ def test_several_seeds_of_a_pre_training(pretraining_flags, said, tmp_path, caps
     assert main(["report", str(tmp_path / "runs"), "--seeds"]) == 0 and "Mean of 2 runs" in capsys.readouterr().out
     before = contents(tmp_path / "runs/seed-7")
     assert "seed-7 holds a finished run: add --resume" in said(words)
+    (tmp_path / "runs/seed-8/metrics.json").unlink()  # as in a run that was killed
+    assert main(["report", str(tmp_path / "runs"), "--seeds"]) == 2
+    assert (
+        f"needs two or more pre-trainings, searches or translations of one recipe, got {tmp_path / 'runs/seed-7'}"
+        in (capsys.readouterr().err)
+    )
     shutil.rmtree(tmp_path / "runs/seed-8")
     assert main([*words, "--resume"]) == 0 and contents(tmp_path / "runs/seed-7") == before
     shutil.rmtree(tmp_path / "runs/seed-8")
