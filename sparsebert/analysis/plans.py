@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TILE_SIZES = (16, 32, 64, 128)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """
     What a frozen mask costs to run at one length, on one device, in one dtype.
@@ -62,6 +62,8 @@ class Plan:
         lines = [f"{phase:<{width}}  {name}: {reason}" for phase, (name, reason) in self.choices.items()]
         return "\n".join([self._head(), f"live tiles by tile size  {self._tiles()}", *lines])
 
+    __repr__ = __str__  # an interactive session shows it so
+
     def _head(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.length} tokens, {self.device}, {dtype}: {100 * self.sparsity:.1f} % of the entries removed"
@@ -88,7 +90,7 @@ def plan(
     head_size: int = 64,
 ) -> Plan:
     """
-    Print and return how a frozen mask would run.
+    How a frozen mask would run: print it, or read its fields.
 
     Args:
         model_or_mask ([`SparseMask`] or `PreTrainedModel`): A mask, or a model with a frozen mask.
@@ -103,19 +105,6 @@ def plan(
     Raises:
         ValueError: If the model's mask is still being searched, or the mask is undefined at this length.
     """
-    result = make_plan(model_or_mask, length, device, dtype, head_size)
-    print(result)
-    return result
-
-
-def make_plan(
-    model_or_mask: "SparseMask | PreTrainedModel",
-    length: int | None = None,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    head_size: int = 64,
-) -> Plan:
-    """Like [`plan`], without printing."""
     causal, probability_map, needs, fixed = False, "softmax", frozenset[str](), None
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask
@@ -169,4 +158,4 @@ def saved_plan(
     check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
     is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
     reader: Any = load if is_model else SparseMask.from_pretrained
-    return make_plan(reader(source, **hub_arguments), length, device, dtype)
+    return plan(reader(source, **hub_arguments), length, device, dtype)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import TINY, covering, growth
 
-from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
-from sparsebert.analysis.plans import make_plan
+from sparsebert import SparseBertModel, SparseMask, plan, sparse_dot_product_attention
 from sparsebert.attention.kernels.cpu import signed_offsets, unavailable
 from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index, signed_parameters
@@ -163,7 +162,7 @@ def forward(length):
     model = model_of(length, 0.0).eval()
     with torch.no_grad():
         model(torch.randint(5, 100, (1, length)))
-    assert make_plan(model, length).choices["inference"][0] == "sparse_cpu"
+    assert plan(model, length).choices["inference"][0] == "sparse_cpu"
 
 
 def step(length):

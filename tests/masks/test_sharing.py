@@ -9,8 +9,7 @@ from filelock import FileLock
 from hub_client import Client
 from hub_server import Fault, HubServer
 
-from sparsebert import build_pattern
-from sparsebert.analysis.plans import make_plan
+from sparsebert import build_pattern, plan
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME
 
 
@@ -133,8 +132,8 @@ def test_a_mask_that_is_not_there_names_those_that_are(client, masks, tmp_path):
 
 def test_verbs_take_revision_and_subfolder(client, masks, tmp_path):
     star = ["--subfolder", "bigbird-87", "--revision", "v2"]
-    plan = json.loads(client.done("plan", masks, *star, "--json"))
-    assert plan["sparsity"] == make_plan(build_pattern("star", 16, 4)).as_json()["sparsity"]
+    shown = json.loads(client.done("plan", masks, *star, "--json"))
+    assert shown["sparsity"] == plan(build_pattern("star", 16, 4)).as_json()["sparsity"]
     verdict = json.loads(client.done("theory", masks, *star, "--json"))
     assert [case["universal"] for case in verdict] == ["yes"]  # of bigbird on main it says that no theorem applies
     client.done("draw", masks, *star, "--output_dir", tmp_path / "pictures")

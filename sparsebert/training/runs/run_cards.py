@@ -12,7 +12,7 @@ from ...analysis.doctor import cpu_name
 from ...analysis.importance import analyzed_special_tokens
 from ...analysis.pictures.importance_pictures import plot_mean_probs, plot_offset_profile
 from ...analysis.pictures.mask_pictures import plot_heads
-from ...analysis.plans import make_plan
+from ...analysis.plans import plan
 from ...analysis.reporting.reports import RECOVERED, own_mask, report_tables
 from ...analysis.tables import Table
 from ...attention.model_masks import sparse_attention_of
@@ -60,7 +60,7 @@ def _add(folder, results, datasets, tables, metrics, network=None):
     sections["Results"] = "\n".join(table.markdown() for table in tables)
     sections["Cost"] = _cost(metrics)
     if network is not None and _is_small(get_sparse_attention(network).mask):
-        sections["Plan"] = make_plan(network, device="cpu", dtype=torch.float32).table().markdown()
+        sections["Plan"] = plan(network, device="cpu", dtype=torch.float32).table().markdown()
     if (folder / PICTURE_NAME).is_file() and PICTURE_NAME not in sections["Mask"]:
         caption = "The masks of the heads: white is kept, black is removed"
         sections["Mask"] += f"\n\n![{caption}]({PICTURE_NAME})"

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ...analysis.plans import make_plan
+from ...analysis.plans import plan
 from ...analysis.reporting.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ...analysis.tables import Table
 from ...files import CHECKPOINT, METRICS_NAME, write_metrics
@@ -175,7 +175,7 @@ def _search(
             draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
         seconds["total"] = time.perf_counter() - run.began
         target = ("cuda", torch.bfloat16) if options.device_target == "gpu" else (None, None)
-        plan = make_plan(model, options.max_length, *target)
+        planned = plan(model, options.max_length, *target)
         metrics = {
             "model": options.model,
             "task": options.task,
@@ -187,8 +187,8 @@ def _search(
             "objectives": list(options.objectives),
             "bf16": options.bf16,
             "search_outcome": outcome,
-            "live_tiles": plan.live_tiles[TILE],
-            "plan": plan.as_json(),
+            "live_tiles": planned.live_tiles[TILE],
+            "plan": planned.as_json(),
             "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
             "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
             "agreement": report,
