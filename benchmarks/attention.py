@@ -21,7 +21,6 @@ from .shared.report import (
     argument_parser,
     hardware_line,
     milliseconds,
-    plot_ratios,
     prepare,
     print_table,
     ratio_text,
@@ -51,28 +50,6 @@ SYSTEMS_OF = {
     "cuda": ("eager", "sdpa", "sdpa_float", "flash", "cudnn", "sparse_flex", "sparse_triton"),
 }
 OURS = {"cpu": "sparse_cpu", "cuda": "sparse_triton"}
-# What was set out to reach: device, mask and phase, then against which system, by n.
-GOALS = {
-    ("cpu", "dam_s", FORWARD): {"sdpa": {128: 6, 512: 8, 1024: 12, 2048: 15}},
-    ("cpu", "dam_s", TRAINING): {"sdpa": {128: 5, 512: 8, 1024: 9, 2048: 10}},
-    ("cpu", "dam_s", DROPOUT): {BEST_DENSE: {128: 7, 512: 18, 1024: 22}},
-    ("cpu", "dam_u", FORWARD): {"sdpa": {128: 2.5, 512: 4, 1024: 5}},
-    ("cuda", "toeplitz64", FORWARD): {
-        "flash": {512: 1.8, 1024: 3, 2048: 3.5, 4096: 4},
-        "sparse_flex": {512: 1, 1024: 1, 2048: 1, 4096: 1},
-    },
-    ("cuda", "toeplitz64", TRAINING): {"flash": {1024: 2.5}, "sparse_flex": {512: 1, 1024: 1, 2048: 1, 4096: 1}},
-    ("cuda", "dam_s", FORWARD): {
-        "flash": {128: 1, 512: 0.8, 1024: 0.8, 2048: 0.8},
-        "sdpa_float": {128: 1.5, 512: 1.3, 1024: 1.3, 2048: 1.3},
-        "sparse_flex": {128: 1, 512: 1, 1024: 1, 2048: 1},
-    },
-    ("cuda", "dam_u", FORWARD): {
-        "flash": {512: 0.8, 1024: 0.8},
-        "sdpa_float": {512: 1.3, 1024: 1.3},
-        "sparse_flex": {512: 1, 1024: 1},
-    },
-}
 
 
 def checked(cases, names, options):
@@ -206,29 +183,13 @@ def sweep_cells(options):
                 yield measured(cases, phase, names, options, errors)
 
 
-def goals(cells, options):
-    """Rows of the goals that these cells belong to: reached or not."""
-    rows = []
-    for cell in cells:
-        wanted = GOALS.get((options.device, cell["mask"], cell["phase"]), {})
-        entries = cell["speed_up"].get(OURS[options.device], {})
-        for baseline, by_length in wanted.items():
-            if cell["n"] in by_length and baseline in entries:
-                goal, reached = by_length[cell["n"]], entries[baseline]
-                verdict = "reached" if reached["ratio"] >= goal else "missed"
-                rows.append(
-                    (cell["mask"], cell["n"], cell["phase"], baseline, f"{goal:g}", ratio_text(reached), verdict)
-                )
-    return rows
-
-
 def _cell_names(cell):
     density = f"{100 * cell['density']:.1f} %"
     return cell["mask"], density, cell["n"], cell["dtype"], cell["phase"]
 
 
 def print_cells(cells, options):
-    """Times, ratios of our kernel, what `sparse_auto` chose, and goals."""
+    """Times, ratios of our kernel and what `sparse_auto` chose."""
     ours = OURS[options.device]
     head = ("mask", "density", "n", "dtype", "phase")
     names = list(dict.fromkeys(name for cell in cells for name in cell["systems"]))
@@ -253,8 +214,6 @@ def print_cells(cells, options):
     auto = ("sparse_auto", f"sparse_auto vs {BEST_DENSE}") if options.auto else ()
     header = (*head, *(f"vs {name}" for name in baselines), *auto)
     print_table(f"Speed-up of {ours}, ratio of medians [95 % interval]", header, rows)
-    if rows := goals(cells, options):
-        print_table("Goals", ("mask", "n", "phase", "against", "goal", "speed-up", ""), rows)
     if not options.auto:
         return
     slower = [cell for cell in cells if auto_slower(cell)]
@@ -303,30 +262,6 @@ def print_memory(cells):
     print_table("Memory of the mask, and of a call", header, [(*key, *peaks.values()) for key, peaks in rows.items()])
 
 
-def plot(options, report, cells):
-    """Ratios by length, or by density for a sweep."""
-    panels, ours = {}, OURS[options.device]
-    for cell in cells:
-        entries = cell["speed_up"].get(ours, {})
-        filled = cell["auto"] is None or cell["auto"]["choice"] == ours
-        if options.sweep:
-            panel = panels.setdefault(f"{cell['dtype']}, {cell['phase']}", {})
-            panel.setdefault(f"{cell['n']} tokens", []).append(
-                (round(cell["density"], 2), entries[BEST_DENSE], filled)
-            )
-        else:
-            panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
-            for name, entry in entries.items():
-                if name == BEST_DENSE:
-                    continue  # one of the others
-                panel.setdefault(f"against {name}", []).append((cell["n"], entry, filled))
-    against = f" over the {BEST_DENSE}" if options.sweep else ""
-    hollow = " (hollow: sparse_auto chooses otherwise)" if options.auto else ""
-    title = f"Speed-up of {ours}{against}, {options.tokens} tokens{hollow}"
-    xlabel = "density of the mask" if options.sweep else "n, tokens of a sequence"
-    plot_ratios(options, report, title, panels, xlabel, "speed-up")
-
-
 def command_line():
     parser = argument_parser("benchmarks.attention", "Attention systems, checked and timed in turns.")
     parser.add_argument("--masks", nargs="+", help=HELP)
@@ -370,7 +305,6 @@ def main(arguments=None):
         print_limits(cells, options)
     if options.memory:
         print_memory(cells)
-    plot(options, report, cells)
 
 
 if __name__ == "__main__":

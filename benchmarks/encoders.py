@@ -33,15 +33,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
-from sparsebert.analysis.pictures.figures import new_figure, save_figure
-from studies.shared.base_models import PACKAGE, PRECISIONS, in_precision, located
+from sparsebert.analysis.pictures.figures import COLORS, new_figure, save_figure
+from studies.shared.base_models import PRECISIONS, in_precision, located
 
 from .padding import MODELS, VOCABULARY
 from .shared.masks_by_name import HELP, build_mask
 from .shared.measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary
 from .shared.report import (
     FORWARD,
-    STYLES,
     argument_parser,
     earlier_cells,
     explained,
@@ -67,9 +66,6 @@ CALIBRATION = (16, 512)
 SHOWN = ("bfloat16", "int8", "bfloat16 openvino", "int8 openvino")
 # Tokens of a sequence on which the sparse model is checked against float64.
 CHECKED = 128
-# Least ratio of the best sparse system to the best dense one, by length.
-SMALL = {128: 1.0, 512: 1.25, 1024: 1.8, 2048: 2.8, 4096: 4.5}
-GOALS = {PACKAGE: SMALL, "MiniLM": SMALL, "BERT-base": {512: 1.1, 1024: 1.35, 2048: 1.9, 4096: 2.8}}
 
 
 def make_stock(name, options):
@@ -371,16 +367,11 @@ def tables(cells):
 
 
 def losses(cells):
-    """Lines on the cells where the sparse model is slower, or a goal is missed."""
+    """Lines on the cells where the sparse model is slower."""
     for cell in cells:
         for key, entry in cell["speed_up"].items():
             if entry["high"] < 1:
                 yield f"{cell['model']}, n = {cell['n']}, {key}: sparse is slower, {ratio_text(entry)}"
-        goal = GOALS.get(cell["model"], {}).get(cell["n"], 0)
-        best, limit = (cell["speed_up"][key]["ratio"] for key in ("best", "limit"))
-        if best < goal:
-            place = f"{cell['model']}, n = {cell['n']}"
-            yield f"{place}: best against best is {best:.2f}x, the goal is {goal}x, the limit {limit:.2f}x"
 
 
 def plot(options, result):
@@ -393,7 +384,7 @@ def plot(options, result):
     handles = {}
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = sorted((cell for cell in result["cells"] if cell["model"] == name), key=lambda cell: cell["n"])
-        for (color, marker), runtime in zip(STYLES, SHOWN, strict=False):
+        for (color, marker), runtime in zip(zip(COLORS, "osD^", strict=False), SHOWN, strict=True):
             for kind in KINDS:
                 system = f"{kind} {runtime}"
                 with_system = [cell for cell in cells if system in cell["systems"]]

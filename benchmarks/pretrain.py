@@ -23,19 +23,13 @@ from .shared.report import (
     ratio_text,
     write_json,
 )
-from .shared.training_steps import OPTIONS, SEARCHES, SIZES, SYSTEMS, Worker
+from .shared.training_steps import OPTIONS, SIZES, SYSTEMS, Worker
 
 
 # Tokens of a step on CPUs.
 TOKENS = {"mini": 4096, "small": 4096, "base": 2048, "tiny": 64}
 VARIANTS = tuple(name for base in ("dense", "frozen") for name in (base, *(f"{base}+{option}" for option in OPTIONS)))
 KEY = ("size", "n", "batch", "dtype", "dropout", "threads", "systems")
-# Least ratio of tokens per second: name, system, what it is compared with, ratio by row.
-GOALS = (
-    ("dense", "stock", lambda size, n: 1.1 if size == "base" else 1.3 if SIZES[size][1] <= 384 else None),
-    *((search, "dense", lambda size, n: 0.9) for search in SEARCHES),
-    ("frozen", "dense", lambda size, n: 2.0 if n >= 2048 else 1.3 if n >= 512 else 1.0),
-)
 
 
 def row_of(size, length, options):
@@ -88,15 +82,6 @@ def check(losses, dtype):
         exact = dtype == "float32" and "bf16" not in extras
         if other in losses and abs(loss - losses[other]) > (1e-4 if exact else 0.05) * losses[other]:
             raise WrongResult(f"{name} has the loss {loss}, {other} {losses[other]}")
-
-
-def missed(cells):
-    """The goals that a row misses, as texts."""
-    for cell in cells:
-        for name, other, least in GOALS:
-            entry, goal = cell["speed_up"].get(other, {}).get(name), least(cell["size"], cell["n"])
-            if entry is not None and goal is not None and entry["ratio"] < goal:
-                yield f"{cell['size']}, n = {cell['n']}: {name} is {entry['ratio']:.2f}x {other}, the goal is {goal}x"
 
 
 def tables(cells):
@@ -228,9 +213,6 @@ def run(arguments=None):
     for (of_options, *_), group in groups(cells).items():
         for table in (option_tables(group) if of_options else tables(group)).values():
             print(f"\n{table.markdown()}", end="")
-    for goal in missed(cells):
-        print(f"\nmissed: {goal}", end="")
-    print()
 
 
 if __name__ == "__main__":

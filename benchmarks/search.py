@@ -32,7 +32,6 @@ from .shared.report import (
     argument_parser,
     hardware_line,
     milliseconds,
-    plot_ratios,
     prepare,
     print_table,
     write_json,
@@ -173,7 +172,7 @@ def run(arguments=None):
                 report = write_json(options, cells, **fields)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
     head = ("search", "n", "dtype", "phase")
-    times, ratios, memory, panels = [], [], [], {}
+    times, ratios, memory = [], [], []
     for entry in cells:
         start = [entry[name] for name in head]
         systems = entry["systems"]
@@ -182,17 +181,11 @@ def run(arguments=None):
         mebibytes = {name: values["peak_bytes"] / 2**20 for name, values in systems.items()}
         shares = (mebibytes[name] / mebibytes[dense] for name in options.systems for dense in DENSE)
         memory.append([*start, *(f"{size:.0f}" for size in mebibytes.values()), *(f"{share:.2f}" for share in shares)])
-        for dense in DENSE:
-            series = panels.setdefault(f"{entry['phase']}, against {dense}", {})
-            ours = entry["speed_up"][dense][options.systems[0]]
-            series.setdefault(entry["search"], []).append((entry["n"], ours, True))
     against = [f"{name} / {dense}" for name in options.systems for dense in DENSE]
     size = f"{options.layers} layers of {options.heads} heads, {options.tokens} tokens"
     print_table(f"Training step, {size}: milliseconds, median (quartiles)", (*head, *systems), times)
     print_table("Time, ratio of medians [95 % interval]", (*head, *against), ratios)
     print_table("Peak memory: MiB, and ratios", (*head, *systems, *against), memory)
-    title = f"Training step of a search under {options.systems[0]}, {size}"
-    plot_ratios(options, report, title, panels, "n, tokens of a sequence", "speed-up")
 
 
 if __name__ == "__main__":

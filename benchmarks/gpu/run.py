@@ -3,12 +3,11 @@ Run the queue of GPU measurements (see README.md beside this file).
 
     python benchmarks/gpu/run.py              # all entries, in order
     python benchmarks/gpu/run.py 1 4          # these
-    python benchmarks/gpu/run.py --prepare    # run entries 2 to 5 and 13 once, at the same time, to fill caches
     python benchmarks/gpu/run.py --list
     python benchmarks/gpu/run.py --lease      # what matters most in 9 minutes; writes lease.json and lease.log
 
 Each entry runs in processes of its own under a time limit; a failure does not stop the next one. Writes N.json (what
-ran where, how it ended, and the reports of the benchmarks), N.log and plots.
+ran where, how it ended, and the reports of the benchmarks) and N.log.
 """
 
 import argparse
@@ -127,10 +126,6 @@ ENTRIES = {
 }
 
 
-# Entries that compile much, fit into one GPU together, and leave nothing but compiled kernels.
-PREPARED = (2, 3, 4, 5, 13)
-
-
 def _run(command, log, seconds, environment):
     """Exit status of `python COMMAND`, or "timed out"; ends all processes that it started."""
     words = [sys.executable, *shlex.split(command)]
@@ -153,27 +148,6 @@ def _environment(entry):
     """Variables of the processes of an entry."""
     fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return os.environ | fixed | entry.environment
-
-
-def prepare(numbers, limit=LIMIT):
-    """
-    Run the benchmarks of entries once, all at the same time: the compilers, which take most of the time, then find
-    their results in their caches. The exit status and the log, by number of the entry and of the command.
-    """
-    commands = {
-        (number, part): command for number in numbers for part, command in enumerate(ENTRIES[number].commands, 1)
-    }
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(commands)) as pool:
-
-        def run(key):
-            output = Path(folder) / "_".join(map(str, key))
-            command = f"{commands[key].replace('{output}', str(output))} {ONCE}"
-            with open(output.with_suffix(".log"), "w+") as log:
-                status = _run(command, log, limit, _environment(ENTRIES[key[0]]))
-                log.seek(0)
-                return status, log.read()
-
-        return dict(zip(commands, pool.map(run, commands), strict=True))
 
 
 def run_entry(number, entry, folder, limit=LIMIT):
@@ -345,9 +319,6 @@ def main(arguments=None):
     parser.add_argument("entries", nargs="*", type=int, metavar="N", help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--limit", type=float, help=f"seconds for an entry ({LIMIT}) or the lease ({LEASE_LIMIT})")
-    parser.add_argument(
-        "--prepare", action="store_true", help="run the entries once, at the same time, and keep nothing"
-    )
     parser.add_argument("--lease", action="store_true", help="run what matters most, and no entries")
     parser.add_argument("--tiny", action="store_true", help="with --lease: at tiny size on the CPU, to try it out")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
@@ -360,14 +331,6 @@ def main(arguments=None):
         parser.error(f"there is no entry {min(unknown)}, only {', '.join(map(str, ENTRIES))}")
     if not options.list and not (where := machine()).get("gpu"):
         parser.error(f"there is no GPU that PyTorch can use here. {where.get('error', '')}")
-    if options.prepare:
-        if unfit := set(options.entries) - set(PREPARED):
-            parser.error(f"--prepare is for entries {', '.join(map(str, PREPARED))}, got {min(unfit)}")
-        found = prepare(options.entries or PREPARED, options.limit)
-        for (number, part), (status, log) in found.items():
-            print(f"{number}, command {part}: {'ok' if status == 0 else f'failed: {status}'}")
-            print(log[-3000:] if status else "", end="", flush=True)
-        return int(any(status for status, _ in found.values()))
     results = []
     for number in options.entries or ENTRIES:
         entry = ENTRIES[number]

@@ -23,7 +23,6 @@ from .report import (
     argument_parser,
     hardware_line,
     milliseconds,
-    plot_ratios,
     prepare,
     print_table,
     ratio_text,
@@ -199,11 +198,3 @@ def main(arguments, parser, make_subject, what, tokens=4096):
     rows = [row(cell, [*map(ratio_text, cell["speed_up"].values()), cell["auto"]]) for cell in cells]
     header = (*head, *(f"vs {name}" for name in cells[0]["speed_up"]), "it runs")
     print_table(f"Speed-up of {options.backend}, ratio of medians [95 % interval]", header, rows)
-    panels = {}
-    for cell in cells:
-        panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
-        for name, entry in cell["speed_up"].items():
-            if name != BEST_DENSE:  # one of the others
-                panel.setdefault(f"against {name}", []).append((cell["n"], entry, True))
-    title = f"{what}: speed-up of {options.backend}, {options.tokens} tokens"
-    plot_ratios(options, report, title, panels, "n, tokens of a sequence", "speed-up")

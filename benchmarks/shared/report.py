@@ -1,5 +1,5 @@
 """
-What all benchmarks share besides measuring: command line, hardware, JSON, tables and plots.
+What all benchmarks share besides measuring: command line, hardware, JSON and tables.
 
     python -m benchmarks.shared.report    # the hardware as JSON
 """
@@ -16,13 +16,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from sparsebert.analysis.doctor import DTYPES, cpu_name
-from sparsebert.analysis.pictures.figures import COLORS, VERMILION, new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.files import replace_files
 
@@ -31,12 +29,10 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # Options that change what is measured, whatever the cell.
 _SETTINGS = (
-    *("device", "dtype", "threads", "instructions", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),
+    *("device", "dtype", "threads", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),
     *("quick", "batches"),
 )
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
-# A marker for each color, so that print without color works too.
-STYLES = list(zip(COLORS, "osD^vPX", strict=True))
 
 
 def argument_parser(name, description, phases=PHASES):
@@ -52,29 +48,21 @@ def argument_parser(name, description, phases=PHASES):
     parser.add_argument("--rounds", type=int, default=5, help="least number of rounds of a cell")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch on CPUs")
     parser.add_argument("--seed", type=int, default=0, help="seed of inputs and random masks")
-    parser.add_argument("--instructions", help="MKL_ENABLE_INSTRUCTIONS to run under, such as AVX2 (Intel CPUs)")
     parser.add_argument("--output", type=Path, help="path of the results, without suffix")
     parser.add_argument("--quick", action="store_true", help="smoke run at tiny sizes; its times mean nothing")
     return parser
 
 
 def prepare(parser, arguments):
-    """
-    Parse the command line, and set threads and seed. `--instructions` needs a new process, because MKL reads it when
-    it starts: this one then ends with the exit status of the new one.
-    """
+    """Parse the command line, and set threads and seed."""
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("device 'cuda' needs a GPU, PyTorch finds none")
-    if options.instructions and os.environ.get("MKL_ENABLE_INSTRUCTIONS") != options.instructions:
-        command = [sys.executable, *parser.prog.split()[1:], *(sys.argv[1:] if arguments is None else arguments)]
-        sys.exit(subprocess.call(command, env=os.environ | {"MKL_ENABLE_INSTRUCTIONS": options.instructions}))
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
     if options.quick:
         options.seconds, options.rounds = 0.0, 2
     if options.output is None:
-        tail = f"_{options.instructions.lower()}" if options.instructions else ""
-        tail += "_quick" if options.quick else ""
+        tail = "_quick" if options.quick else ""
         options.output = RESULTS / f"{parser.prog.rpartition('.')[2]}_{options.device}{tail}"
     words = parser.prog.split()[1:] + list(sys.argv[1:] if arguments is None else arguments)
     # Where a file is on one machine means nothing on others.
@@ -224,55 +212,6 @@ def ratio_text(entry):
     """A [`speed_up`] as text, marked if it is slower beyond the interval."""
     slower = " slower" if entry["high"] < 1 else ""
     return f"{entry['ratio']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]{slower}"
-
-
-def plot_ratios(options, report, title, panels, xlabel, ylabel):
-    """Write `options.output` + `.png`: ratios with intervals, log scales, a line at 1 below which we lose."""
-    if not any(panels.values()):
-        return  # one system alone
-    if find_spec("matplotlib") is None:
-        print("no plot: install sparsebert[viz]")
-        return
-    columns = 2 if len(panels) == 4 else min(len(panels), 3)
-    lines = -(-len(panels) // columns)
-    figure = new_figure(4.2 * columns + 0.6, 3.5 * lines + 1.5, "constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
-    names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    style = {name: STYLES[index % len(STYLES)] for index, name in enumerate(names)}
-    entries = [entry for series in panels.values() for points in series.values() for _, entry, _ in points]
-    lowest, highest = min(0.7, *(entry["low"] for entry in entries)), max(1.4, *(entry["high"] for entry in entries))
-    handles = {}
-    for axis, (panel, series) in zip(axes, panels.items(), strict=False):
-        ticks = sorted({x for points in series.values() for x, _, _ in points})
-        for name, points in series.items():
-            x, entries, filled = zip(*sorted(points, key=lambda point: point[0]), strict=True)
-            ratio, low, high = ([entry[key] for entry in entries] for key in ("ratio", "low", "high"))
-            color, marker = style[name]
-            (handles[name],) = axis.plot(x, ratio, color=color, marker=marker, ms=5, lw=1.3, label=name)
-            axis.vlines(x, low, high, color=color, lw=3, alpha=0.35)
-            hollow = [index for index, chosen in enumerate(filled) if not chosen]
-            axis.plot(
-                [x[index] for index in hollow], [ratio[index] for index in hollow], ls="", marker=marker, ms=5,
-                mfc="white", mec=color, zorder=3,
-            )  # fmt: skip
-        axis.set_yscale("log", base=2)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], fontsize=8)
-        axis.set_xticks([], minor=True)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        axis.axhline(1, color="black", lw=1)
-        axis.axhspan(0.9 * lowest, 1, color=VERMILION, alpha=0.12, lw=0)
-        axis.set_title(panel, fontsize=10)
-        axis.set_xlabel(xlabel)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylim(0.9 * lowest, 1.1 * highest)  # shared by all
-    for axis in axes[::columns]:
-        axis.set_ylabel(ylabel)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(f"{title}\n{hardware_line(report['hardware'])}; shaded: slower", fontsize=10)
-    save_figure(figure, options.output.with_name(options.output.name + ".png"))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ import itertools
 import json
 import re
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import pretrain
-from benchmarks.attention import auto_slower, goals
+from benchmarks.attention import auto_slower
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
 from benchmarks.shared import cpu_tables
 from benchmarks.shared.report import RESULTS, ROOT
@@ -130,14 +128,7 @@ def test_what_the_results_say_of_a_longer_recovery():
 
 
 def test_what_the_pages_say_of_the_tables():
-    cells = _cells(RESULTS / "attention_cpu.json")
-    # kernels.md
-    assert not any(auto_slower(cell) for cell in cells)
-    found = goals(cells, SimpleNamespace(device="cpu"))
-    assert found and {row[-1] for row in found} == {"missed"}
-    cells = _cells(RESULTS / "pretrain_cpu.json")
-    missed = {goal.partition(" is ")[0] for goal in pretrain.missed(cells)}  # pretraining_cost.md
-    assert missed == {"small, n = 512: frozen", "base, n = 2048: frozen"}
+    assert not any(auto_slower(cell) for cell in _cells(RESULTS / "attention_cpu.json"))  # kernels.md
 
 
 def test_what_the_front_page_says_of_quality():
