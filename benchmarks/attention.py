@@ -20,7 +20,7 @@ from .shared.report import (
     TRAINING,
     argument_parser,
     hardware_line,
-    milliseconds,
+    make_table,
     prepare,
     print_table,
     ratio_text,
@@ -188,38 +188,25 @@ def _cell_names(cell):
     return cell["mask"], density, cell["n"], cell["dtype"], cell["phase"]
 
 
-def print_cells(cells, options):
-    """Times, ratios of our kernel and what `sparse_auto` chose."""
-    ours = OURS[options.device]
-    head = ("mask", "density", "n", "dtype", "phase")
-    names = list(dict.fromkeys(name for cell in cells for name in cell["systems"]))
-    rows = [
-        (
-            *_cell_names(cell),
-            *(milliseconds(cell["systems"][name]) if name in cell["systems"] else "-" for name in names),
-        )
-        for cell in cells
-    ]
-    print_table(f"Milliseconds, median (quartiles), {options.tokens} tokens", (*head, *names), rows)
-    baselines = list(dict.fromkeys(name for cell in cells for name in cell["speed_up"].get(ours, ())))
-    rows = []
+def tables(cells, ours, baselines):
+    """Times of our kernel and how much faster it is than other attention, by phase and dtype; a row per cell."""
+    groups = {}
     for cell in cells:
-        entries = cell["speed_up"].get(ours, {})
-        texts = [ratio_text(entries[name]) if name in entries else "-" for name in baselines]
-        if options.auto:
-            choice = cell["auto"]["choice"]
-            entry = cell["speed_up"].get(choice, {}).get(BEST_DENSE)
-            texts += [choice, ratio_text(entry) if entry else "-"]
-        rows.append((*_cell_names(cell), *texts))
-    auto = ("sparse_auto", f"sparse_auto vs {BEST_DENSE}") if options.auto else ()
-    header = (*head, *(f"vs {name}" for name in baselines), *auto)
-    print_table(f"Speed-up of {ours}, ratio of medians [95 % interval]", header, rows)
-    if not options.auto:
-        return
+        groups.setdefault((cell["phase"], cell["dtype"]), []).append(cell)
+    header = ("mask", "live", "n", "ms", *(f"against {text}" for text in baselines.values()))
+    for (phase, dtype), group in groups.items():
+        rows = []
+        for cell in group:
+            time, ratios = cell["systems"][ours]["median_ms"], cell["speed_up"][ours]
+            texts = [ratio_text(ratios[name]) if name in ratios else "-" for name in baselines]
+            rows.append([f"`{cell['mask']}`", f"{cell['density']:.0%}", cell["n"], f"{time:.3f}", *texts])
+        yield make_table(f"{phase.capitalize()}, {ours}, {dtype}", header, rows)
+
+
+def print_choices(cells):
+    """Where what `sparse_auto` chose is slower than the best dense attention."""
     slower = [cell for cell in cells if auto_slower(cell)]
-    print(
-        f"sparse_auto is slower than the best dense attention, beyond the interval, in {len(slower)} of {len(cells)}"
-    )
+    print(f"sparse_auto is slower than the {BEST_DENSE}, beyond the interval, in {len(slower)} of {len(cells)}")
     for cell in slower:
         print(" ", *_cell_names(cell), cell["auto"]["choice"])
 
@@ -228,18 +215,6 @@ def auto_slower(cell):
     """Whether what `sparse_auto` chose is slower than the best dense attention, beyond the interval."""
     entry = cell["speed_up"].get(cell["auto"]["choice"], {}).get(BEST_DENSE)
     return entry is not None and entry["high"] < 1
-
-
-def print_limits(cells, options):
-    """By dtype, length and phase, the greatest density up to which our kernel is not slower than dense attention."""
-    limits = {(cell["dtype"], cell["n"], cell["phase"]): (0.0, False) for cell in cells}
-    for cell in sorted(cells, key=lambda cell: cell["density"]):
-        key = (cell["dtype"], cell["n"], cell["phase"])
-        limit, lost = limits[key]
-        lost = lost or cell["speed_up"][OURS[options.device]][BEST_DENSE]["high"] < 1
-        limits[key] = (limit if lost else cell["density"], lost)
-    rows = [(*key, f"{limit:.2f}", "" if lost else "(the densest measured)") for key, (limit, lost) in limits.items()]
-    print_table("Greatest density at which sparse_cpu is not slower", ("dtype", "n", "phase", "density", ""), rows)
 
 
 def print_memory(cells):
@@ -300,9 +275,13 @@ def main(arguments=None):
         report = write_json(options, cells, tokens=options.tokens)  # already now: a long run may be stopped
         print(*_cell_names(cells[-1]), "done", flush=True)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
-    print_cells(cells, options)
-    if options.sweep:
-        print_limits(cells, options)
+    ours = OURS[options.device]
+    baselines = dict.fromkeys(name for cell in cells for name in cell["speed_up"].get(ours, ()))
+    measured_cells = [cell for cell in cells if ours in cell["speed_up"]]
+    for table in tables(measured_cells, ours, {name: name for name in baselines}):
+        print(f"\n{table.markdown()}", end="")
+    if options.auto:
+        print_choices(cells)
     if options.memory:
         print_memory(cells)
 

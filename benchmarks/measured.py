@@ -20,7 +20,7 @@ from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
 
-from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain, rest
+from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain, rest, search
 from .gpu import model as gpu_model
 from .shared import cpu_tables, gpu_tables
 from .shared.report import PHASES, RESULTS, ROOT
@@ -84,7 +84,7 @@ TABLES = {
     "kernels.rest": lambda: [rest.table(_read("rest_cpu")["cells"])],
     "kernels.masks": lambda: [cpu_tables.masks()],
     "kernels.learned": lambda: [cpu_tables.extended_masks()],
-    "search.step": lambda: [cpu_tables.searches(_read("search_cpu"))],
+    "search.step": lambda: [search.table(_read("search_cpu"))],
     **{
         f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)
         for kind in ("speed", "ratios", "memory", "options.ratios", "options.memory")

@@ -31,9 +31,8 @@ from .shared.report import (
     TRAINING,
     argument_parser,
     hardware_line,
-    milliseconds,
+    make_table,
     prepare,
-    print_table,
     write_json,
 )
 
@@ -141,6 +140,20 @@ def cost(entry):
     return f"{1 / entry['ratio']:.2f} [{1 / entry['high']:.2f}, {1 / entry['low']:.2f}]"
 
 
+def table(report, system="sparse_auto"):
+    """Time and memory of a step of a search, for 1 of stock BERT."""
+    rows = []
+    for entry in report["cells"]:
+        peak = {name: values["peak_bytes"] for name, values in entry["systems"].items()}
+        time = [cost(entry["speed_up"][dense][system]) for dense in DENSE[::-1]]
+        memory = [f"{peak[system] / peak[dense]:.2f}" for dense in DENSE[::-1]]
+        dropout = f"{report['dropout']}" if entry["phase"] == DROPOUT else "0"
+        rows.append([f"`{entry['search']}`", entry["n"], dropout, *time, *memory])
+    against = [f"{what} / `{dense}`" for what in ("time", "memory") for dense in DENSE[::-1]]
+    header = ("search", "n", "dropout", *against)
+    return make_table(f"A step of a search, {system}", header, rows)
+
+
 def command_line():
     parser = argument_parser("benchmarks.search", "A training step of a mask search.", (DROPOUT, TRAINING))
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=("dam_s", "dam_u", "soft", "dam_b"))
@@ -171,21 +184,8 @@ def run(arguments=None):
                 }
                 report = write_json(options, cells, **fields)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
-    head = ("search", "n", "dtype", "phase")
-    times, ratios, memory = [], [], []
-    for entry in cells:
-        start = [entry[name] for name in head]
-        systems = entry["systems"]
-        times.append([*start, *(milliseconds(values) for values in systems.values())])
-        ratios.append([*start, *(cost(entry["speed_up"][dense][name]) for name in options.systems for dense in DENSE)])
-        mebibytes = {name: values["peak_bytes"] / 2**20 for name, values in systems.items()}
-        shares = (mebibytes[name] / mebibytes[dense] for name in options.systems for dense in DENSE)
-        memory.append([*start, *(f"{size:.0f}" for size in mebibytes.values()), *(f"{share:.2f}" for share in shares)])
-    against = [f"{name} / {dense}" for name in options.systems for dense in DENSE]
-    size = f"{options.layers} layers of {options.heads} heads, {options.tokens} tokens"
-    print_table(f"Training step, {size}: milliseconds, median (quartiles)", (*head, *systems), times)
-    print_table("Time, ratio of medians [95 % interval]", (*head, *against), ratios)
-    print_table("Peak memory: MiB, and ratios", (*head, *systems, *against), memory)
+    for system in options.systems:
+        print(f"\n{table(report, system).markdown()}", end="")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Tables of the documentation from the results on CPUs: attention, layers, models, searches, and the learned masks."""
+"""Tables of the documentation from the results on CPUs: attention, layers, models, and the learned masks."""
 
 from pathlib import Path
 
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.tiles import mask_tile_shares
 
-from ..search import cost
 from .report import DROPOUT, FORWARD, make_table, ratio_text
 
 
@@ -52,19 +51,6 @@ def densities(report):
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     header = ("live", *(f"{dtype}, {phase}" for dtype, phase in columns))
     return make_table("By density", header, [[live, *(row[key] for key in columns)] for live, row in rows.items()])
-
-
-def searches(report):
-    """Time and memory of a step of a search, for 1 of stock BERT."""
-    rows = []
-    for cell in report["cells"]:
-        peak = {name: system["peak_bytes"] for name, system in cell["systems"].items()}
-        time = [cost(cell["speed_up"][dense]["sparse_auto"]) for dense in ("sdpa", "eager")]
-        memory = [f"{peak['sparse_auto'] / peak[dense]:.2f}" for dense in ("sdpa", "eager")]
-        dropout = f"{report['dropout']}" if cell["phase"] == DROPOUT else "0"
-        rows.append([f"`{cell['search']}`", cell["n"], dropout, *time, *memory])
-    header = ("search", "n", "dropout", "time / `sdpa`", "time / `eager`", "memory / `sdpa`", "memory / `eager`")
-    return make_table("A step of a search", header, rows)
 
 
 def masks():

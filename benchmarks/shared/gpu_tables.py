@@ -10,7 +10,8 @@ from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.tiles import TILE, mask_tile_shares
 from studies.claims import REPRODUCED
 
-from .report import RESULTS, make_table, ratio_text
+from ..attention import tables as attention_tables
+from .report import RESULTS, make_table
 
 
 FOLDER = Path(__file__).parents[1] / "gpu" / "results"
@@ -42,14 +43,8 @@ def attention(phase):
         for cell in report["cells"]
         if cell["phase"] == phase
     ]
-    rows = []
-    for cell in cells:
-        time, ratios = cell["systems"][OURS], cell["speed_up"][OURS]
-        texts = [ratio_text(ratios[name]) if name in ratios else "-" for name in BASELINES]
-        rows.append([f"`{cell['mask']}`", f"{cell['density']:.0%}", cell["n"], f"{time['median_ms']:.3f}", *texts])
-    header = ("mask", "live", "n", "ms", *(f"against {text}" for text in BASELINES.values()))
-    gpus = {result["machine"]["gpu"] for result in results}
-    return make_table(f"{phase.capitalize()}, {', '.join(sorted(gpus))}", header, rows)
+    (table,) = attention_tables(cells, OURS, BASELINES)
+    return table
 
 
 def configurations():

@@ -22,7 +22,6 @@ from .report import (
     FORWARD,
     argument_parser,
     hardware_line,
-    milliseconds,
     prepare,
     print_table,
     ratio_text,
@@ -191,10 +190,8 @@ def main(arguments, parser, make_subject, what, tokens=4096):
         return cell["mask"], f"{100 * cell['density']:.1f} %", cell["n"], cell["dtype"], cell["phase"], *texts
 
     head = ("mask", "density", "n", "dtype", "phase")
-    rows = [row(cell, [milliseconds(entry) for entry in cell["systems"].values()]) for cell in cells]
-    print_table(f"{what}: milliseconds, median (quartiles), {options.tokens} tokens", (*head, *options.systems), rows)
     rows = [row(cell, [f"{entry['tokens_per_second']:,.0f}" for entry in cell["systems"].values()]) for cell in cells]
-    print_table("Tokens per second", (*head, *options.systems), rows)
+    print_table(f"{what}: tokens per second, {options.tokens} tokens", (*head, *options.systems), rows)
     rows = [row(cell, [*map(ratio_text, cell["speed_up"].values()), cell["auto"]]) for cell in cells]
     header = (*head, *(f"vs {name}" for name in cells[0]["speed_up"]), "it runs")
     print_table(f"Speed-up of {options.backend}, ratio of medians [95 % interval]", header, rows)

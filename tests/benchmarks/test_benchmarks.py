@@ -76,7 +76,7 @@ def test_attention_runs_every_system_in_every_phase(tmp_path, capsys):
         assert cell["auto"]["choice"] in cell["systems"]
         for entries in cell["speed_up"].values():
             assert all(entry["low"] <= entry["ratio"] <= entry["high"] for entry in entries.values())
-    assert "| dam_s " in capsys.readouterr().out
+    assert "| `dam_s` |" in capsys.readouterr().out
 
 
 def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
@@ -86,7 +86,7 @@ def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
     for dtype in ("float32", "bfloat16"):
         times = [cell["systems"]["sdpa"] for cell in cells if cell["dtype"] == dtype]
         assert len(times) == len(attention.DENSITIES) and all(entry == times[0] for entry in times)
-    assert "Greatest density" in capsys.readouterr().out
+    assert "| `dam_s:0.05` |" in capsys.readouterr().out
 
 
 def test_padded_inputs_pass_the_gate(tmp_path):
@@ -236,7 +236,7 @@ def test_search_reports_time_and_memory(tmp_path, capsys):
         assert list(systems) == ["eager", "sdpa", "sparse_auto", "sparse_eager"]
         assert all(entry["median_ms"] > 0 and entry["peak_bytes"] > 0 for entry in systems.values())
         assert systems["sparse_auto"]["error"] < 1e-3
-    assert "Peak memory" in capsys.readouterr().out
+    assert "| memory / `sdpa` |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("system", [*pretrain.SYSTEMS, *(f"dense+{name}" for name in OPTIONS if name != "compile")])
