@@ -33,8 +33,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
+from sparsebert.analysis.encoder_comparison import in_precision
 from sparsebert.analysis.pictures.figures import COLORS, new_figure, save_figure
-from studies.shared.base_models import PRECISIONS, in_precision, located
+from sparsebert.models.inference.compiling import PRECISIONS
+from studies.shared.base_models import located
 
 from .padding import MODELS, VOCABULARY
 from .shared.masks_by_name import HELP, build_mask

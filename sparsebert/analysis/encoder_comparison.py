@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -59,7 +60,7 @@ def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[
     found, on_cpu = {}, encoder.model.device.type == "cpu"
     for precision in precisions:
         if precision != "int8" or on_cpu:
-            found[f"pytorch {precision}"] = _with(encoder, _in_precision(encoder.model, precision))
+            found[f"pytorch {precision}"] = replace(encoder, model=in_precision(encoder.model, precision))
         for engine, (_, package) in ENGINES.items() if on_cpu else ():
             if find_spec(package) is not None:
                 _say(f"compiling: {engine} {precision}")
@@ -68,15 +69,12 @@ def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[
                 except ValueError as error:
                     _say(f"left out: {engine} {precision}: {error}")
                 else:
-                    found[f"{engine} {precision}"] = _with(encoder, model)
+                    found[f"{engine} {precision}"] = replace(encoder, model=model)
     return found
 
 
-def _with(encoder, model):
-    return TextEncoder(model, encoder.tokenizer, encoder.length, encoder.pooling, encoder.normalized)
-
-
-def _in_precision(model, precision):
+def in_precision(model: Any, precision: str) -> Any:
+    """A copy of a model in `"float32"`, `"bfloat16"` or `"int8"`."""
     model = copy.deepcopy(model)
     return quantize(model) if precision == "int8" else model.to(getattr(torch, precision))
 

@@ -77,7 +77,9 @@ def sparse_attention_forward(
         backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal and (attention_mask is None or attention_mask.dim() == 2):
-            attention_mask = _with_causality(attention_mask, query.shape[2], key.shape[2], query.device)
+            rows, columns = query.shape[2], key.shape[2]
+            keep = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)[None, None]
+            attention_mask = keep if attention_mask is None else keep & attention_mask.bool()[:, None, None, :]
         mask_inputs = MaskInputs.dense(attention_mask, backend, position_bias)
     elif mask_inputs is None:
         raise RuntimeError(
@@ -111,14 +113,6 @@ def _on_device(inputs, device):
             moved = replace(moved, local=_on_device(moved.local, device))
         inputs.moved[device] = moved if moved.sparse_mask is None else prepared(moved)
     return inputs.moved[device]
-
-
-def _with_causality(
-    padding: torch.Tensor | None, num_queries: int, num_keys: int, device: torch.device
-) -> torch.Tensor:
-    """Bool `(B or 1, 1, n, m)`: the keys that are real and not after the query."""
-    keep = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
-    return keep if padding is None else keep & padding.bool()[:, None, None, :]
 
 
 def sparse_attention_mask(

@@ -12,12 +12,10 @@ from pathlib import Path
 from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..files import METRICS_NAME, check_other_folder, within, write_metrics
-from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
-from ..masks.mask_files import check_undamaged
+from ..hub import HubArguments, read_tokenizer, without_secrets
 from ..models.inference.compiled_files import check_alone, check_not_compiled, write_compiled
 from ..models.inference.compiling import ENGINES, MIN_COSINE, PRECISIONS, compile, engine_module
-from ..models.loading import carries_mask, check_folder, load, read_model
-from ..models.model_classes import model_class_of
+from ..models.loading import check_folder, load_any
 from ..models.sentence_files import copy_sentence_files
 from ..output_folders import check_free, weights_and_checkpoints, written_whole
 from ._command import Command, Results
@@ -75,7 +73,9 @@ def run(values):
     check_alone(output, "choose another output_dir", weights_and_checkpoints(output))
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     with written_whole(options.output_dir, options.overwrite) as folder:
-        model, tokenizer = _read(options, hub_arguments)
+        model = load_any(source, **hub_arguments)
+        of_text = model.main_input_name == "input_ids"
+        tokenizer = read_tokenizer(source, model.config, **hub_arguments) if of_text else None
         texts = None
         if options.data is not None:
             documents = itertools.islice(load_documents(options.data, "all"), options.num_texts)
@@ -90,16 +90,3 @@ def run(values):
     cosine = f", cosine with float32 {made['cosine']:.4f}" if "cosine" in made else ""
     done = f"written to {options.output_dir}: {options.engine}, {made['precision']}{cosine}"
     return Results(without_secrets(vars(options)) | made, notes=[done])
-
-
-def _read(options, hub_arguments):
-    """The model, and the tokenizer of one that reads text."""
-    source = options.model
-    if carries_mask(source, **hub_arguments):
-        model = load(source, **hub_arguments)
-    else:
-        check_undamaged(Path(source, options.subfolder or ""))
-        config = read_config(source, **hub_arguments)
-        model = read_model(model_class_of(config).from_pretrained, source, **hub_arguments)
-    of_text = model.main_input_name == "input_ids"
-    return model, read_tokenizer(source, model.config, **hub_arguments) if of_text else None

@@ -5,20 +5,16 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..attention.model_masks import sparse_attention_of
 from ..checks import check_choice, check_range
 from ..files import check_other_folder, within
 from ..finite_weights import check_weights
-from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
-from ..masks.mask_files import check_undamaged
+from ..hub import HubArguments, read_tokenizer, without_secrets
 from ..models.inference.compiled_files import check_not_compiled
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
-from ..models.loading import carries_mask, check_folder, load, read_model
-from ..models.model_classes import model_class_of
+from ..models.loading import carries_mask, check_folder, load, load_any
 from ..models.sentence_files import IMPORT_FIRST, copy_sentence_files
-from ..models.sparse_attention import get_sparse_attention
 from ..output_folders import check_free, written_whole
 from ._command import Command, Results
 
@@ -63,18 +59,15 @@ def run(values):
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     check_free(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
-    if carries_mask(source, **hub_arguments):
-        policy = {} if options.length_policy is None else {"length_policy": options.length_policy}
-        model = load(source, **policy, **hub_arguments)
-        mask = get_sparse_attention(model).mask
-        if mask is not None:
-            mask.check_length(options.length)
+    if options.length_policy is None:
+        model = load_any(source, **hub_arguments)
+    elif carries_mask(source, **hub_arguments):
+        model = load(source, length_policy=options.length_policy, **hub_arguments)
     else:
-        if options.length_policy is not None:
-            raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
-        check_undamaged(Path(source, options.subfolder or ""))
-        config = read_config(source, **hub_arguments)
-        model = read_model(model_class_of(config).from_pretrained, source, **hub_arguments)
+        raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
+    mask = getattr(sparse_attention_of(model), "mask", None)
+    if mask is not None:
+        mask.check_length(options.length)
     tokenizer = read_tokenizer(source, **hub_arguments)
     check_weights(model, f"model {source}")
     extend_positions(model, options.length, options.method)

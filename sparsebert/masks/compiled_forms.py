@@ -66,32 +66,33 @@ def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tupl
 
 # A compiled graph holds the tensors as constants, since they depend on the mask and the length alone.
 @torch.compiler.assume_constant_result
-def _tensors(handle, make, length, causal, special, device):
+def _tensors(handle, make, length, causal, special, device, options):
     mask = SparseMask.instances[handle]
 
     def compile_mask():
         with torch.device("cpu"):
             tables = base_table(mask, length, causal, special)
-            return tuple(tensor.to(device) for table in tables for tensor in make(table))
+            return tuple(tensor.to(device) for table in tables for tensor in make(table, *options))
 
-    return remember(mask, (make, length, causal, special, device), compile_mask)
+    return remember(mask, (make, length, causal, special, device, *options), compile_mask)
 
 
 def compiled(
     mask: SparseMask,
-    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    make: Callable[..., tuple[torch.Tensor, ...]],
     length: int,
     causal: bool,
     device: torch.device,
     special: str = "none",
+    options: tuple[Hashable, ...] = (),
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
     """
     A form of every layer of a mask (of one, if they share it), from the cache or made now.
 
-    `make`: a module-level function that turns the table of one layer, bool `(H, m, m)` on the CPU, into a tuple of
-    tensors. `special`: see [`base_table`].
+    `make`: a module-level function that turns the table of one layer, bool `(H, m, m)` on the CPU, and `options` into
+    a tuple of tensors. `special`: see [`base_table`].
     """
-    return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device)), mask.handle)
+    return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device), options), mask.handle)
 
 
 @torch.compiler.assume_constant_result

@@ -140,6 +140,15 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     return read_model(read, source, **kwargs)
 
 
+def load_any(source: str | PathLike, **hub_arguments: Any) -> PreTrainedModel:
+    """A model with its mask, see [`load`], or one of transformers without a mask."""
+    if carries_mask(source, **hub_arguments):
+        return load(source, **hub_arguments)
+    check_undamaged(Path(source, hub_arguments.get("subfolder") or ""))
+    model_class = model_class_of(read_config(source, **hub_arguments))
+    return read_model(model_class.from_pretrained, source, **hub_arguments)
+
+
 def _from_pretrained(cls, source, *args, **kwargs):
     return cls.from_pretrained(source, *args, **kwargs)
 

@@ -22,15 +22,17 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import extend_positions, load
+from sparsebert.analysis.encoder_comparison import in_precision
 from sparsebert.analysis.pictures.figures import COLORS, new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
+from sparsebert.models.inference.compiling import PRECISIONS
 
 from ..harness.comparisons import compared_texts
 from ..harness.experiment import Cells, Experiment, common_settings
-from ..shared.base_models import PACKAGE, PRECISIONS, in_precision, located, named_models
+from ..shared.base_models import PACKAGE, located, named_models
 from ..shared.recipe_sections import check_least, check_texts
 from ..shared.sentence_similarity import embed
 from .positions import long_documents, reciprocal_ranks
@@ -152,7 +154,7 @@ def embedded(model, tokenizer, beginnings, length, part):
     batch_size = max(1, BATCH_TOKENS // part)
     embed(model, tokenizer, texts[:batch_size], part, batch_size)
     start = time.process_time()
-    vectors, _ = embed(model, tokenizer, texts, part, batch_size)
+    vectors = embed(model, tokenizer, texts, part, batch_size)
     seconds = time.process_time() - start
     vectors *= torch.tensor([len(ids) for _, ids in parts])[:, None]
     total = torch.zeros(len(beginnings), vectors.shape[1])
@@ -164,7 +166,7 @@ def _documents(cell, tokenizer):
     """Token ids of the beginnings of documents, and a function that scores each by what its end finds."""
     beginnings, ends = long_documents(cell["text"], tokenizer, cell["longest"], cell["texts"])
     known = cell["known"]
-    return beginnings, lambda model, vectors: reciprocal_ranks(embed(model, tokenizer, ends, known)[0], vectors)
+    return beginnings, lambda model, vectors: reciprocal_ranks(embed(model, tokenizer, ends, known), vectors)
 
 
 def _reviews(cell, tokenizer):

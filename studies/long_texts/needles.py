@@ -16,6 +16,7 @@ from statistics import fmean
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach, extend_positions
+from sparsebert.analysis.encoder_comparison import in_precision
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
@@ -24,9 +25,10 @@ from sparsebert.hub import read_config
 from sparsebert.masks.matched import VARIED, matched_pattern
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.attaching import read_mask
+from sparsebert.models.inference.compiling import PRECISIONS
 
 from ..harness.experiment import Cells, Experiment, common_settings
-from ..shared.base_models import PACKAGE, PRECISIONS, in_precision, located
+from ..shared.base_models import PACKAGE, located
 from ..shared.recipe_sections import check_texts
 from ..shared.sentence_similarity import embed
 from .long_embeddings import SPLIT, TRUNCATED, WHOLE, embedded
@@ -138,7 +140,7 @@ def _run(cell, folder):
     if len(texts[-1]) < cell["longest"]:
         raise ValueError(f"text {cell['text']} has fewer than {number} times {cell['longest']} tokens")
     needles = [ids(NEEDLE.format(place, (7919 * (i + 13)) % 90000 + 10000)) for i, place in enumerate(PLACES[:number])]
-    questions, _ = embed(model, tokenizer, [QUESTION.format(place) for place in PLACES[:number]], cell["known"])
+    questions = embed(model, tokenizer, [QUESTION.format(place) for place in PLACES[:number]], cell["known"])
     read_at_once = length if cell["way"] == WHOLE else cell["known"]
     read, ranks, seconds = cell["known"] if cell["way"] == TRUNCATED else length, {}, []
     for depth in cell["depths"]:

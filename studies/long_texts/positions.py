@@ -97,11 +97,11 @@ def _run(cell, folder):
     tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModel.from_pretrained(source).eval()
     inner = known - 2
     beginnings, ends = long_documents(cell["text"], tokenizer, 2 * inner + 2, cell["documents"])
-    vectors, _ = embed(model, tokenizer, ends, known)
+    vectors = embed(model, tokenizer, ends, known)
 
     def part(start, end, model=model, length=known, batch_size=64):
         texts = [tokenizer.decode(ids[start:end]) for ids in beginnings]
-        return embed(model, tokenizer, texts, length, batch_size)[0]
+        return embed(model, tokenizer, texts, length, batch_size)
 
     if system in METHODS:
         model = extend_positions(model, 2 * known, system)

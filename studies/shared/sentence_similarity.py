@@ -1,7 +1,7 @@
 """
 Sentence embeddings of an encoder without fine-tuning, and their score on the pairs of sentences of a GLUE task.
 
-Letters: N sentences, B batch, n length, D hidden size.
+Letters: N sentences, D hidden size.
 """
 
 from pathlib import Path
@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 
 from sparsebert.attention.model_masks import sparse_attention_of
 from sparsebert.data.tasks import glue
+from sparsebert.models.inference.text_encoders import TextEncoder
 from sparsebert.training.finetuning.task_models import input_sparsity
 
 
@@ -35,28 +36,13 @@ def read_pairs(data: str, task: str = "stsb") -> "datasets.Dataset":
 
 def embed(
     model: Any, tokenizer: "PreTrainedTokenizerBase", sentences: list[str], max_length: int = 128, batch_size: int = 64
-) -> tuple[torch.Tensor, list[int]]:
-    """
-    Embed sentences as vectors of length 1: `(N, D)`, float32 on the CPU, and their lengths in tokens, at most
-    `max_length`.
-    """
-    encoded = tokenizer(sentences, truncation=True, max_length=max_length, return_token_type_ids=False)
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    order = sorted(range(len(sentences)), key=lengths.__getitem__)
-    result = torch.empty(len(sentences), model.config.hidden_size)
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        inputs = {name: [values[place] for place in places] for name, values in encoded.items()}
-        batch = tokenizer.pad(inputs, return_tensors="pt").to(model.device)
-        with torch.no_grad():
-            states = model(**batch).last_hidden_state.float()  # (B, n, D)
-        weights = batch["attention_mask"][..., None]
-        mean = (states * weights).sum(1) / weights.sum(1)
-        result[places] = torch.nn.functional.normalize(mean, dim=-1).cpu()
-    return result, lengths
+) -> torch.Tensor:
+    """Embed sentences, cut at `max_length` tokens, as vectors of length 1: `(N, D)`, float32 on the CPU."""
+    encoder = TextEncoder(model, tokenizer, max_length, normalized=True)
+    return torch.from_numpy(encoder.encode(sentences, batch_size))
 
 
-def embed_pairs(model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset") -> Any:
+def embed_pairs(model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset") -> torch.Tensor:
     """[`embed`] of both sentences of every pair: first all first ones."""
     return embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
 
@@ -74,13 +60,14 @@ def similarity(
     (`"spearman"`); the fraction that the model's mask removes at its own length (`"sparsity"`) and on these sentences
     (`"input_sparsity"`); the `"cosine"` of the embeddings with the `dense` ones and its 5 % quantile (`"cosine_5"`).
     """
-    embeddings, lengths = embed_pairs(model, tokenizer, pairs)
+    embeddings = embed_pairs(model, tokenizer, pairs)
+    encoded = tokenizer([*pairs["text"], *pairs["text_pair"]], truncation=True, max_length=128)
     cosines = pair_cosines(embeddings)
     mask = getattr(sparse_attention_of(model), "mask", None)
     agreement = torch.ones(len(embeddings)) if dense is None else (embeddings * dense).sum(-1)
     return {
         "sparsity": 0.0 if mask is None else mask.sparsity,
-        "input_sparsity": 0.0 if mask is None else input_sparsity(mask, lengths),
+        "input_sparsity": 0.0 if mask is None else input_sparsity(mask, list(map(len, encoded["input_ids"]))),
         "cosine": agreement.mean().item(),
         "cosine_5": agreement.quantile(0.05).item(),
         "spearman": float(spearmanr(cosines, pairs["label"]).statistic),

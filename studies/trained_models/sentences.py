@@ -82,7 +82,7 @@ def _run(cell, folder):
     model = AutoModel.from_pretrained(stock).eval()
     if cell["mask"] == "dense":
         return similarity(model, tokenizer, pairs)
-    dense, _ = embed_pairs(model, tokenizer, pairs)
+    dense = embed_pairs(model, tokenizer, pairs)
     source, config = cell["source"], model.config
     if source is None:
         sizes = config.num_attention_heads, config.num_hidden_layers
@@ -92,7 +92,7 @@ def _run(cell, folder):
         model = load(source, AutoModel).eval()
     else:
         model = attach(model, read_mask(source))
-    embeddings, _ = embed_pairs(model, tokenizer, pairs)
+    embeddings = embed_pairs(model, tokenizer, pairs)
     compared = paired_bootstrap(
         lambda cosines, labels: 100 * float(spearmanr(cosines, labels).statistic),
         [pair_cosines(embeddings).tolist()],

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from scipy.stats import t as student
+from scipy.stats import ttest_1samp
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach
+from sparsebert.analysis.statistics import CONFIDENCE
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.files import open_text
@@ -167,14 +168,10 @@ def _run(cell, folder):
         separator = tokenizer.sep_token_id if kind == "every" else None
         states = pooled(model, held_out, mask.to_table(length), separator)
         cosines[kind] = torch.cosine_similarity(states, target)
-    gain = (cosines["every"] - cosines["last"]).double()
-    mean = gain.mean().item()
-    half = float(student.ppf(0.975, len(gain) - 1)) * gain.std().item() / len(gain) ** 0.5
-    return {kind: values.mean().item() for kind, values in cosines.items()} | {
-        "gain": mean,
-        "low": mean - half,
-        "high": mean + half,
-    }
+    gain = (cosines["every"] - cosines["last"]).double().numpy()
+    low, high = map(float, ttest_1samp(gain, 0).confidence_interval(CONFIDENCE))
+    means = {kind: values.mean().item() for kind, values in cosines.items()}
+    return means | {"gain": float(gain.mean()), "low": low, "high": high}
 
 
 def _summary(finished: Cells) -> list[Table]:

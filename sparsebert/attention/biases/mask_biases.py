@@ -33,20 +33,9 @@ class SpecialRules(Protocol):
     special_rows: bool
 
 
-def _additive_form(table, dtype=torch.float32):
+def _additive_form(table, dtype):
     live = table.any(-1, keepdim=True)[None]
     return additive(table, dtype)[None], live[:0] if live.all() else live
-
-
-def _bfloat16_form(table):
-    return _additive_form(table, torch.bfloat16)
-
-
-def _float16_form(table):
-    return _additive_form(table, torch.float16)
-
-
-_ADDITIVE_FORMS = {torch.bfloat16: _bfloat16_form, torch.float16: _float16_form}
 
 
 def _table_form(table):
@@ -67,8 +56,7 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs, dtype: torch.dtype = torc
     length = inputs.compiled_length(mask)
     if inputs.padding is None:
         # It is the same for every batch, so it is cached.
-        make = _ADDITIVE_FORMS.get(dtype, _additive_form)
-        forms = compiled(mask, make, length, inputs.causal, inputs.device, special="all")
+        forms = compiled(mask, _additive_form, length, inputs.causal, inputs.device, "all", (dtype,))
         if first_row or length > inputs.num_keys:
             rows = slice(first_row, inputs.num_keys)
             forms = tuple((bias[:, :, rows, : inputs.num_keys], live[:, :, rows]) for bias, live in forms)

@@ -224,20 +224,10 @@ def _forms(table, block):
     return table, live_tiles(table, block), full_tiles(table, block)
 
 
-# The cache of forms needs a function of the module for each.
-def _cpu_forms(table):
-    return _forms(table, BLOCK_SIZES["cpu"])
-
-
-def _cuda_forms(table):
-    return _forms(table, BLOCK_SIZES["cuda"])
-
-
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The block mask of every layer, with a rest in a pair with [`removed_keys`]."""
     device, block = inputs.device, BLOCK_SIZES[inputs.device.type]
-    make_form = _cuda_forms if device.type == "cuda" else _cpu_forms
-    forms = compiled(mask, make_form, inputs.num_keys, inputs.causal, device)
+    forms = compiled(mask, _forms, inputs.num_keys, inputs.causal, device, options=(block,))
 
     def make():
         tokens = (inputs.first(), inputs.last())

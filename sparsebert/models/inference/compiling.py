@@ -1,11 +1,10 @@
 """Compiling a model for an inference engine, in the precision that is fastest within a stated loss."""
 
 import importlib
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...attention.choosing.timing import measure
 from ...attention.distance_bias import with_distance_forms
 from ...attention.mask_inputs import MaskInputs
 from ...attention.model_masks import without_adapters
@@ -282,14 +282,12 @@ def _cosine(states, want, batches):
 
 def _seconds(model, graphs, batches):
     """Median time of all batches by the name of a graph, measured in turns."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(_ROUNDS):
-        for name, graph in graphs.items():
-            vars(model.base_model)["graph"] = graph
-            begin = time.perf_counter()
-            _states(model, batches)
-            times[name].append(time.perf_counter() - begin)
-    return {name: median(each) for name, each in times.items()}
+
+    def run(graph):
+        vars(model.base_model)["graph"] = graph
+        _states(model, batches)
+
+    return measure({name: partial(run, graph) for name, graph in graphs.items()}, "cpu", _ROUNDS)
 
 
 __all__ = ["ENGINES", "MIN_COSINE", "PRECISIONS", "compile"]
