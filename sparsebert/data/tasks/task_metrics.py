@@ -10,6 +10,7 @@ Importing this module imports `evaluate`, so [`Task.load_metric`] does it only w
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -45,9 +46,9 @@ class TaskMetric(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description=inspect.getdoc(type(self)) or "",
+            description=inspect.getdoc(self.score) or "",
             citation="",
-            inputs_description=inspect.getdoc(self.score) or "",
+            inputs_description="",
             features=datasets.Features({"predictions": self.prediction, "references": self.reference}),
         )
 
@@ -55,74 +56,36 @@ class TaskMetric(evaluate.Metric):
         return self.score(predictions, references)
 
 
-class Accuracy(TaskMetric):
-    """Share of correct predictions."""
-
-    score_names = ("accuracy",)
-    score = staticmethod(classification.accuracy)
-
-
-class AccuracyAndF1(TaskMetric):
-    """Accuracy, and F1 of class 1 in a binary classification."""
-
-    score_names = ("accuracy", "f1")
-    score = staticmethod(classification.accuracy_and_f1)
-
-
-class AccuracyAndMacroF1(TaskMetric):
-    """Accuracy, and F1 averaged over the classes."""
-
-    score_names = ("accuracy", "macro_f1")
-    score = staticmethod(classification.accuracy_and_macro_f1)
-
-
-class Matthews(TaskMetric):
-    """Matthews correlation coefficient, and accuracy."""
-
-    score_names = ("matthews", "accuracy")
-    score = staticmethod(classification.matthews)
-
-
-class Correlations(TaskMetric):
-    """Spearman and Pearson correlation of a regression with its labels."""
-
-    prediction = _NUMBER
-    reference = _NUMBER
-    score_names = ("spearman", "pearson")
-    score = staticmethod(classification.correlations)
-
-
-class Squad(TaskMetric):
-    """Exact match and F1 of SQuAD v1.1, as the official script computes them."""
-
-    prediction = _TEXT
-    reference = _ANSWERS
-    score_names: tuple[str, ...] = ("exact_match", "f1")
-
-    @staticmethod
+def _squad(name):
     def score(predictions: Any, references: Any) -> dict[str, float]:
-        return squad_metrics.metrics("squad", predictions, references)
+        """Exact match and F1 as the official script of SQuAD computes them."""
+        return squad_metrics.metrics(name, predictions, references)
+
+    return score
 
 
-class SquadV2(Squad):
-    """Exact match and F1 of SQuAD v2.0, as the official script computes them."""
-
-    score_names = (
-        *(f"{group}{name}" for group in ("", "has_answer_", "no_answer_", "best_") for name in Squad.score_names),
-        *("best_exact_match_threshold", "best_f1_threshold"),
-    )
-
-    @staticmethod
-    def score(predictions: Any, references: Any) -> dict[str, float]:
-        return squad_metrics.metrics("squad_v2", predictions, references)
-
-
-METRICS: dict[str, type[TaskMetric]] = {
-    "accuracy": Accuracy,
-    "accuracy_and_f1": AccuracyAndF1,
-    "accuracy_and_macro_f1": AccuracyAndMacroF1,
-    "matthews": Matthews,
-    "correlations": Correlations,
-    "squad": Squad,
-    "squad_v2": SquadV2,
+_SQUAD = ("exact_match", "f1")
+_SQUAD_V2 = (
+    *(f"{group}{name}" for group in ("", "has_answer_", "no_answer_", "best_") for name in _SQUAD),
+    *("best_exact_match_threshold", "best_f1_threshold"),
+)
+# By name: the function, the values that it returns, and the types of a prediction and of a reference.
+_SCORES: dict[str, tuple[Callable[..., dict[str, float]], tuple[str, ...], Any, Any]] = {
+    "accuracy": (classification.accuracy, ("accuracy",), _CLASS, _CLASS),
+    "accuracy_and_f1": (classification.accuracy_and_f1, ("accuracy", "f1"), _CLASS, _CLASS),
+    "accuracy_and_macro_f1": (classification.accuracy_and_macro_f1, ("accuracy", "macro_f1"), _CLASS, _CLASS),
+    "matthews": (classification.matthews, ("matthews", "accuracy"), _CLASS, _CLASS),
+    "correlations": (classification.correlations, ("spearman", "pearson"), _NUMBER, _NUMBER),
+    "squad": (_squad("squad"), _SQUAD, _TEXT, _ANSWERS),
+    "squad_v2": (_squad("squad_v2"), _SQUAD_V2, _TEXT, _ANSWERS),
 }
+
+
+def _metric(name: str) -> type[TaskMetric]:
+    """The class of a metric, from whose name `evaluate` derives that of the metric."""
+    score, score_names, prediction, reference = _SCORES[name]
+    own = {"score": staticmethod(score), "score_names": score_names, "prediction": prediction, "reference": reference}
+    return type(name.title().replace("_", ""), (TaskMetric,), own | {"__module__": __name__})
+
+
+METRICS: dict[str, type[TaskMetric]] = {name: _metric(name) for name in _SCORES}
