@@ -22,7 +22,6 @@ from .shared.report import (
     hardware_line,
     make_table,
     prepare,
-    print_table,
     ratio_text,
     write_json,
 )
@@ -217,26 +216,6 @@ def auto_slower(cell):
     return entry is not None and entry["high"] < 1
 
 
-def print_memory(cells):
-    """Bytes of the mask per head against n^2 / 8, and on GPUs the peak memory of a call, by phase."""
-    rows, phases = {}, list(dict.fromkeys(cell["phase"] for cell in cells))
-    for cell in cells:
-        for name, entry in cell["systems"].items():
-            size = entry["mask_bytes_per_head"]
-            key = (
-                cell["mask"],
-                cell["n"],
-                cell["dtype"],
-                name,
-                f"{size / 1024:.1f}",
-                f"{8 * size / cell['n'] ** 2:.2f}",
-            )
-            peak = f"{entry['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in entry else "-"
-            rows.setdefault(key, dict.fromkeys(phases, "-"))[cell["phase"]] = peak
-    header = ("mask", "n", "dtype", "system", "KiB per head", "of n^2/8", *(f"peak MiB, {phase}" for phase in phases))
-    print_table("Memory of the mask, and of a call", header, [(*key, *peaks.values()) for key, peaks in rows.items()])
-
-
 def command_line():
     parser = argument_parser("benchmarks.attention", "Attention systems, checked and timed in turns.")
     parser.add_argument("--masks", nargs="+", help=HELP)
@@ -250,7 +229,6 @@ def command_line():
         action="store_false",
         help="without what sparse_auto chooses, which on a GPU takes a self-check",
     )
-    parser.add_argument("--memory", action="store_true", help="print the memory of masks and calls too")
     return parser
 
 
@@ -282,8 +260,6 @@ def main(arguments=None):
         print(f"\n{table.markdown()}", end="")
     if options.auto:
         print_choices(cells)
-    if options.memory:
-        print_memory(cells)
 
 
 if __name__ == "__main__":

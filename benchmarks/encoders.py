@@ -48,7 +48,6 @@ from .shared.report import (
     explained,
     hardware_line,
     make_table,
-    milliseconds,
     prepare,
     ratio_text,
     write_json,
@@ -347,9 +346,6 @@ def tables(cells):
     ratios += ["best against best", "limit", "best dense", "best sparse"]
     low = [name for name in names if not name.endswith("float32")]
     return {
-        "times": make_table(
-            "Milliseconds, median (quartiles)", (*head, *names), rows(of_system(milliseconds), names)
-        ),
         "rates": make_table(
             "Tokens per second", (*head, *names),
             rows(of_system(lambda entry: f"{entry['tokens_per_second']:,.0f}"), names),
@@ -366,14 +362,6 @@ def tables(cells):
             rows(of_system(lambda entry: f"{entry['cosine']:.5f}"), low),
         ),
     }  # fmt: skip
-
-
-def losses(cells):
-    """Lines on the cells where the sparse model is slower."""
-    for cell in cells:
-        for key, entry in cell["speed_up"].items():
-            if entry["high"] < 1:
-                yield f"{cell['model']}, n = {cell['n']}, {key}: sparse is slower, {ratio_text(entry)}"
 
 
 def plot(options, result):
@@ -466,7 +454,6 @@ def run(arguments=None):
     result = json.loads(path.read_text())
     for table in tables(result["cells"]).values():
         print(f"\n{table.markdown()}", end="")
-    print("\nLosing cases\n\n" + "\n".join(list(losses(result["cells"])) or ["none"]))
     print(f"\n{hardware_line(result['hardware'])}")
     plot(options, result)
 

@@ -18,7 +18,6 @@ from .shared.report import (
     hardware,
     hardware_line,
     make_table,
-    milliseconds,
     prepare,
     ratio_text,
     write_json,
@@ -110,9 +109,6 @@ def tables(cells):
             "Speed-up of medians [95 % interval]: dense to stock, others to dense",
             (*head, *names[1:]), [row[:3] + row[4:] for row in rows(ratio)],
         ),
-        "times": make_table(
-            "Step, ms, median (quartiles)", (*head, *names), rows(lambda cell, name: _time(cell["results"][name]))
-        ),
         "memory": make_table(
             "Peak memory, MiB", (*head, *names),
             rows(lambda cell, name: f"{cell['results'][name]['peak_bytes'] / 2**20:,.0f}"),
@@ -122,10 +118,6 @@ def tables(cells):
 
 def _speed(result):
     return f"{result['tokens_per_second']:,.0f}" if "tokens_per_second" in result else ""
-
-
-def _time(result):
-    return milliseconds(result) if "median_ms" in result else ""
 
 
 def option_tables(cells):

@@ -83,7 +83,8 @@ ENTRIES = {
         ),
     ),
     6: Entry(
-        "memory of masks and calls", (f"{ATTENTION} --memory {ONCE} --masks toeplitz64 dam_s --lengths 1024 4096",)
+        "memory of masks and calls (in the report)",
+        (f"{ATTENTION} {ONCE} --masks toeplitz64 dam_s --lengths 1024 4096",),
     ),
     7: Entry(
         "which launch configurations are chosen (in the log)",

@@ -74,10 +74,8 @@ def prepare(parser, arguments):
 
 
 @contextmanager
-def explained(parser, output=None):
+def explained(parser):
     """Inside the block, what is wrong with the inputs ends the program with one line instead of a traceback."""
-    if output is not None and not output.parent.is_dir():
-        parser.error(f"--output: there is no folder {output.parent}")
     try:
         yield
     except (OSError, ValueError) as error:
@@ -201,11 +199,6 @@ def make_table(title, header, rows):
 def print_table(title, header, rows):
     """Print a table in Markdown."""
     print(f"\n{make_table(title, header, rows).markdown()}", end="")
-
-
-def milliseconds(entry):
-    """Median and quartiles of a [`summary`] as text."""
-    return f"{entry['median_ms']:.3g} ({entry['q25_ms']:.3g}-{entry['q75_ms']:.3g})"
 
 
 def ratio_text(entry):
