@@ -61,6 +61,7 @@ LONG = (
     *("test_engines", "test_extending"),
     *("test_triton", "test_experiments", "test_compile_triton", "test_export", "test_outputs", "test_packaging"),
     *("test_clients", "test_remote_code", "test_hub", "test_sharing", "test_scripts", "test_benchmarks"),
+    *("test_compiled_models", "test_posthoc", "test_faults", "test_finetuning", "test_prune", "test_training"),
 )
 
 # Flags of a search for `pretraining_flags`.

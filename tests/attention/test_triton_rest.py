@@ -38,7 +38,7 @@ SHORT = [
     {"length": 40, "mask": "bigbird", "padding": "left", "dtype": torch.float16, "last_token": "position"},
 ]
 LISTS = [
-    {"length": 130, "mask": "dam_b", "padding": "mixed", "num_heads": 2},
+    {"length": 130, "mask": "dam_b", "padding": "mixed"},
     {"length": 66, "mask": "dam_s", "padding": "holes", "dropout": 0.125, "head_size": 64, "diagonal": False},
     {"length": 65, "mask": "empty rows", "num_heads": 2},
     {"length": 100, "mask": "columns and blocks", "padding": "holes"},

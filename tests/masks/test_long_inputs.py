@@ -65,12 +65,14 @@ def results(mask, padding, inputs, grad, **arguments):
 def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy, symmetric):
     """To the bit, also which entries dropout removes, at the mask's own length and at others."""
     turns = itertools.cycle(itertools.product(("real", "position"), (0.0, 0.25)))
-    rows = itertools.cycle((True, True, False, False, False))  # not in step with the turns
+    # Not in step with the turns.
+    rows, two = itertools.cycle((True, True, False, False, False)), itertools.cycle((0, 1, 2, 3, 1, 3, 2))
     for length, special_tokens, causal in itertools.product((1, 13, 37, 50), SPECIAL_TOKENS, (False, True)):
         if causal and special_tokens == "first_last":
             continue
         *inputs, grad = torch.randn(4, 2, HEADS, length, 8).unbind(0)
-        for padding in paddings(length):
+        given = paddings(length)
+        for padding in (given[next(two)], given[next(two)]):
             last_token, dropout = next(turns)
             fields = {"special_tokens": special_tokens, "last_token": last_token, "length_policy": policy}
             fields |= {"symmetric": symmetric, "special_rows": next(rows) or special_tokens == "none"}
@@ -175,7 +177,7 @@ def step(length):
 @pytest.mark.parametrize("run", [forward, step])
 def test_memory_grows_with_the_length_alone(operator, run):
     """In a whole model, from a new mask to its output: nothing as large as one bit per entry, let alone a byte."""
-    length = 32768
+    length = 16384
     assert growth(lambda: run(length)) < TINY["num_attention_heads"] * length**2 / 8
 
 
@@ -241,7 +243,7 @@ def test_counts_are_those_of_the_table():
 def test_tiles_without_a_table(causal):
     """The share of live tiles, and that of full ones."""
     found = set()
-    for mask in cases():
+    for mask in itertools.islice(cases(), int(causal), None, 3):
         for length, side in ((5, 3), (5, 16), (mask.length, 3), (33, 1), (33, 16)):
             expected = tile_shares(base_table(mask, length, causal).flatten(0, 1), side)
             found_shares = mask_tile_shares(mask, length, side, causal)
@@ -261,11 +263,13 @@ def test_sparsity_on_inputs():
     assert input_sparsity(mask, lengths) == pytest.approx(1 - kept / (2 * HEADS * entries))
 
 
-@pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
-@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
 @pytest.mark.parametrize("name", ["dam_s", "dam_b", "dam_u", "soft"])
-def test_what_a_search_decides_is_counted_without_its_table(tiny_config, name, special_tokens, diagonal):
-    for length, (symmetric, special_rows) in itertools.product((4, 17, 40), KINDS[1:]):
+def test_what_a_search_decides_is_counted_without_its_table(tiny_config, name):
+    lengths = itertools.cycle((4, 17, 40))
+    for special_tokens, diagonal, (symmetric, special_rows) in itertools.product(
+        SPECIAL_TOKENS, ("learned", "keep", "remove"), KINDS[1:]
+    ):
+        length = next(lengths)
         fields = {"special_tokens": special_tokens, "diagonal": diagonal, "mask_length": length, "block_size": 16}
         fields |= {"symmetric": symmetric, "special_rows": special_rows or special_tokens == "none"}
         if name == "dam_b" and not symmetric:
@@ -276,12 +280,13 @@ def test_what_a_search_decides_is_counted_without_its_table(tiny_config, name, s
         size = search.num_parameters
         sizes = {"size": size, "query_block_size": search.query_block_size}
         index = parameter_index(search.form, length, length, symmetric, search.block_size, **sizes)
-        assert torch.equal(search.counts, index[search.fixed == -1].bincount(minlength=search.num_parameters).float())
-        assert search.num_fixed == (search.fixed == 1).sum()
-        assert search.num_learned == (search.fixed == -1).sum() == search.counts.sum()
+        learned = index[search.fixed == -1]
+        assert torch.equal(search.counts, learned.bincount(minlength=search.num_parameters).float()), fields
+        assert search.num_fixed == (search.fixed == 1).sum(), fields
+        assert search.num_learned == learned.numel() == search.counts.sum(), fields
         for allowed in (False, True):
             rows = 0 if allowed else int((search.fixed != 1).all(-1).sum())
-            assert dataclasses.replace(search, allow_empty_rows=allowed).least_kept == search.num_fixed + rows
+            assert dataclasses.replace(search, allow_empty_rows=allowed).least_kept == search.num_fixed + rows, fields
 
 
 def test_a_search_over_long_inputs_freezes_without_a_table(tiny_config):

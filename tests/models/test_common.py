@@ -12,6 +12,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES, gradients, inputs_of
+from conftest import covering
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from transformers import AutoModelForMaskedLM, BertConfig, EncoderDecoderModel
@@ -554,10 +555,9 @@ def test_generation(make, state, beams, backend):
 # Training
 
 
-@pytest.mark.parametrize("state, reentrant", [("frozen", True), ("searching", False)])
-@every_head
-def test_activation_checkpointing(make, assert_same_gradients, name, state, reentrant):
-    results = []
+@pytest.mark.parametrize("name, way", covering([*HEADS], [("frozen", True), ("searching", False)]))
+def test_activation_checkpointing(make, assert_same_gradients, name, way):
+    (state, reentrant), results = way, []
     for checkpointing in (False, True):
         model = make(name, state, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1).train()
         if checkpointing:

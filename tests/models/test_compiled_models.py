@@ -1,6 +1,7 @@
 """Compiled models: equal to what they were made of, in every family and precision; saved, loaded and refused."""
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,6 @@ from huggingface_hub.utils.sha import sha_fileobj
 from test_attach import (
     IDS,
     IMAGES,
-    LAYERS,
     LENGTH,
     MODELS,
     PADDING,
@@ -43,17 +43,24 @@ MASKED = pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"
 BATCHES = [{"input_ids": IDS, "attention_mask": PADDING}, {"input_ids": IDS[:1, :7]}]
 
 
-def a_mask(layers=LAYERS):
+def a_mask(layers=1):
     return random_mask(layers, length_policy="dense", special_tokens="first")
 
 
-def a_model(name="bert", masked=True, make=base_model):
-    model = make(name)
-    return attach(model, a_mask(1 if name == "albert" else LAYERS)) if masked else model
+def a_model(name="bert", masked=True, make=base_model, layers=1):
+    layers = len(MODELS[name][1].get("layer_types", range(layers)))
+    model = make(name, num_hidden_layers=layers)
+    return attach(model, a_mask(1 if name == "albert" else layers)) if masked else model
 
 
 def compiled(model, precision="float32", **arguments):
     return sparsebert.compile(copy.deepcopy(model), precision=precision, **arguments)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """`engines(masked)`: a compiled BERT. To be called, not changed."""
+    return functools.cache(lambda masked: compiled(a_model(masked=masked)))
 
 
 def outputs(model, given):
@@ -98,7 +105,7 @@ def text_inputs(ids=IDS, padding=PADDING):
     ],
 )
 def test_families(name, masked):
-    model = a_model(name, masked)
+    model = a_model(name, masked, layers=2)
     engine = compiled(model)
     if name in IMAGES:
         given = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "dinov2" else inputs_of(name)
@@ -119,16 +126,16 @@ def test_eager_attention_becomes_that_of_the_engine(name):
     model.set_attn_implementation("eager")
     engine = compiled(model)
     kinds = [node.get_type_name() for node in engine.graph._model.get_ops()]
-    assert kinds.count("ScaledDotProductAttention") == LAYERS and "Softmax" not in kinds
+    assert kinds.count("ScaledDotProductAttention") == model.config.num_hidden_layers and "Softmax" not in kinds
     assert engine.config._attn_implementation == "eager"
     assert_same(engine, model, inputs_of(name, padded=name != "vit"))
 
 
 @pytest.mark.parametrize("name", ["bert", "mpnet", pytest.param("umt5", marks=pytest.mark.slow)])
 def test_a_mask_with_a_rest(tmp_path, name):
-    model = a_model(name)
+    model = a_model(name, layers=2)
     mask = model.sparse_attention.mask
-    model.set_mask(mask.replace(rest="mean", rest_bias=torch.randn(LAYERS, mask.num_heads)))
+    model.set_mask(mask.replace(rest="mean", rest_bias=torch.randn(2, mask.num_heads)))
     engine = compiled(model)
     for given in text_inputs().values():
         assert_same(engine, model, given)
@@ -145,17 +152,9 @@ def test_heads_with_labels(name):
     assert_same(compiled(model), model, given)
 
 
-def test_a_sparsebert(tiny_config):
-    for made in (SparseBertModel, SparseBertForMaskedLM):
-        torch.manual_seed(0)
-        model = made(tiny_config(pattern="window", num_hidden_layers=2)).eval()
-        assert_same(compiled(model), model, {"input_ids": IDS, "attention_mask": PADDING})
-
-
 @MASKED
-def test_arguments_of_the_base_model(masked):
-    model = a_model(masked=masked)
-    engine = compiled(model)
+def test_arguments_of_the_base_model(engines, masked):
+    model, engine = a_model(masked=masked), engines(masked)
     types = (torch.arange(LENGTH) > 4).long().expand(3, -1)
     assert_same(engine, model, BATCHES[0] | {"token_type_ids": types})
     as_tuple = outputs(engine, BATCHES[0] | {"return_dict": False})
@@ -167,8 +166,8 @@ def test_arguments_of_the_base_model(masked):
         assert_same(engine, model, packed)
 
 
-def test_padding_costs_nothing(monkeypatch):
-    engine, shapes = compiled(a_model()), []
+def test_padding_costs_nothing(engines, monkeypatch):
+    engine, shapes = engines(True), []
     call = type(engine.graph).__call__
     monkeypatch.setattr(
         type(engine.graph),
@@ -195,7 +194,7 @@ def test_low_precisions(tmp_path):
 def test_auto_takes_what_is_fastest_within_the_loss(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(compiling.logger, "warning", said.append)
-    model, times = a_model(), {"float32": 3.0, "bfloat16": 2.0, "int8": 1.0}
+    model, times = a_model(layers=2), {"float32": 3.0, "bfloat16": 2.0, "int8": 1.0}
     monkeypatch.setattr(compiling, "_seconds", lambda model, graphs, batches: {name: times[name] for name in graphs})
     assert compiled(model, "auto", calibration=BATCHES, min_cosine=0.9).compiled_as["precision"] == "int8"
     assert compiled(model, "auto", calibration=BATCHES, min_cosine=1 - 1e-6).compiled_as["precision"] == "float32"
@@ -243,15 +242,15 @@ def test_a_dense_model_replaces_the_mask_of_another(tmp_path):
     assert not list(tmp_path.glob("mask*")) and not hasattr(load(tmp_path), "sparse_attention")
 
 
-def test_a_saved_sparsebert(tiny_config, tmp_path):
-    model = SparseBertForMaskedLM(tiny_config(pattern="window", num_hidden_layers=2)).eval()
+@pytest.mark.parametrize("made", [SparseBertModel, SparseBertForMaskedLM])
+def test_a_saved_sparsebert(tiny_config, made, tmp_path):
+    model = made(tiny_config(pattern="window", num_hidden_layers=1)).eval()
     compiled(model).save_pretrained(tmp_path)
     assert_same(load(tmp_path), model, BATCHES[0])
 
 
-def test_threads_call_it_at_once():
-    model = a_model()
-    engine, results = compiled(model), {}
+def test_threads_call_it_at_once(engines):
+    model, engine, results = a_model(), engines(True), {}
 
     def run(number):
         results[number] = [outputs(engine, {"input_ids": IDS[:, : number + 3]}).last_hidden_state for _ in range(5)]
@@ -342,8 +341,8 @@ def test_the_engine_is_not_installed(monkeypatch):
 
 
 @MASKED
-def test_calls_that_are_refused(masked):
-    engine = compiled(a_model(masked=masked))
+def test_calls_that_are_refused(engines, masked):
+    engine = engines(masked)
     for given, message in (
         ({"inputs_embeds": torch.zeros(1, 4, 32)}, "needs input_ids"),
         (BATCHES[0] | {"output_attentions": True}, "output_attentions"),
@@ -357,14 +356,15 @@ def test_calls_that_are_refused(masked):
             engine(**given)
     with pytest.raises(ValueError, match="is for inference"):
         engine.train()(**BATCHES[0])
+    engine.eval()
     with pytest.raises(ValueError, match="made for one machine"):
         engine.push_to_hub("user/model")
 
 
 @MASKED
-def test_what_the_stock_model_refuses_is_refused(masked):
+def test_what_the_stock_model_refuses_is_refused(engines, masked):
     """The engine itself would answer with zeros, or with the result of an earlier call."""
-    engine = compiled(a_model(masked=masked))
+    engine = engines(masked)
     size = engine.config.max_position_embeddings
     outputs(engine, BATCHES[0])
     for given, message in (
@@ -435,8 +435,8 @@ def test_without_nncf_there_is_no_int8(monkeypatch):
     assert compiled(a_model(), "auto", calibration=BATCHES).compiled_as["precision"] != "int8"
 
 
-def test_a_forked_process_is_told(monkeypatch):
-    engine = compiled(a_model())
+def test_a_forked_process_is_told(engines, monkeypatch):
+    engine = engines(True)
     monkeypatch.setattr(os, "getpid", lambda: 0)
     for use in (lambda: engine(IDS), lambda: copy.deepcopy(engine)):
         with pytest.raises(RuntimeError, match="forked from one that used it: use the start method 'spawn'"):
@@ -451,8 +451,8 @@ def test_an_error_of_the_mask_is_its_own():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
-def test_an_error_of_the_operator_is_not_lost(error, monkeypatch):
-    engine = compiled(a_model())
+def test_an_error_of_the_operator_is_not_lost(engines, error, monkeypatch):
+    engine = engines(True)
     want = outputs(engine, BATCHES[0]).last_hidden_state
 
     def fail(*args):
@@ -559,8 +559,8 @@ def test_loadings_that_are_refused(saved_engine, tmp_path):
 
 
 @MASKED
-def test_what_changes_a_model_refuses_a_compiled_one(masked):
-    engine = compiled(a_model(masked=masked))
+def test_what_changes_a_model_refuses_a_compiled_one(engines, masked):
+    engine = engines(masked)
     for use, message in (
         (lambda: attach(engine, a_mask()), "attach: this BertModel is compiled"),
         (lambda: sparsebert.detach(engine), "detach: this BertModel is compiled"),
