@@ -28,7 +28,7 @@ for _, addition, use in EXAMPLES:
         use = use.replace(written, smaller)
     ROWS[name] = (registry, use)
 REGISTRIES = {registry for registry, _ in ROWS.values()}
-# In the copy: the uses as tests, and of each test the first cases that a new row has.
+# In the copy: the uses as tests, and of each test the first case that a new row has.
 USES = f"""
 import pytest
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         values = getattr(getattr(item, "callspec", None), "id", "").split("-")
         cases = [(item.originalname, row) for row in { {*ROWS} } & {{*values}}]
-        if any(seen[case] < 2 for case in cases):
+        if any(not seen[case] for case in cases):
             selected.append(item)
         seen.update(cases)
     items[:] = selected
