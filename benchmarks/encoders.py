@@ -73,7 +73,7 @@ def make_stock(name, options):
     """A stock encoder with positions for the longest input: the weights of `--weights`, or random ones."""
     longest = max(options.lengths)
     if name == options.weights:
-        model = AutoModel.from_pretrained(located(name), attn_implementation="sdpa")
+        model = AutoModel.from_pretrained(located(name))
         if model.config.max_position_embeddings < longest:
             extend_positions(model, longest)
         return model.eval()

@@ -1,8 +1,10 @@
 """The notebook of the docs: it was run from top to bottom, its commands parse, and it runs."""
 
 import json
+import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,8 @@ def test_commands_parse():
 
 
 @pytest.mark.slow
-def test_it_runs(tmp_path, real_bert):
+def test_it_runs(tmp_path, real_bert, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for its commands
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("openvino")
     nbclient = pytest.importorskip("nbclient")
