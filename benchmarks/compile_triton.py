@@ -42,8 +42,9 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 INTEGERS = ("first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold")
 FLOATS = ("scale", "scaling", "keep_scale")
 RESTS = ("rest_key", "rest_value", "rest_score", "rest_parts")
+DISTANCES = ("distances", "distance_grad")
 OTHER_POINTERS = {
-    **dict.fromkeys(("lse", "delta", *RESTS), "*fp32"),
+    **dict.fromkeys(("lse", "delta", *RESTS, *DISTANCES), "*fp32"),
     **dict.fromkeys(("pool", "seed", "spans"), "*i64"),
     **dict.fromkeys(("padding", "table"), "*i8"),
 }
@@ -60,7 +61,7 @@ LISTED = ("forward", "query_grad", "column")
 # Steps that their copies are under way at least before they are waited for.
 LEAST_AHEAD = 1
 HEADER = (
-    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'rest':>5} {'warps':>5} {'stages':>6} "
+    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'rest':>5} {'bias':>5} {'warps':>5} {'stages':>6} "
     f"{'regs':>5} {'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
 )
 
@@ -85,6 +86,7 @@ class Variant:
     rows: int = 0
     limit: int | None = None
     rest: bool = False
+    distances: bool = False
     partial: bool = True
 
 
@@ -126,10 +128,12 @@ def signature_of(function, absent, constants, dtype):
             attributes[(index,)] = [["tt.divisibility", 16]]
             if re.fullmatch("[qkv]_[bhn]", argument):
                 signature[argument] = "i32"
+            elif argument in OTHER_POINTERS:
+                signature[argument] = OTHER_POINTERS[argument]
             elif argument in ("query", "key", "value", "output") or argument.endswith("_grad"):
                 signature[argument] = POINTERS[dtype]
             else:
-                signature[argument] = OTHER_POINTERS.get(argument, "*i32")
+                signature[argument] = "*i32"
     values = {argument: constants.get(argument) for argument, kind in signature.items() if kind == "constexpr"}
     return signature, values, attributes
 
@@ -164,8 +168,9 @@ def compiled(variant):
     # With padding, the kernels count what a rest stands for.
     absent += ["removed"] if variant.padding else ["padding", "spans"]
     absent += [] if variant.rest else [*RESTS, "removed"]
+    absent += [] if variant.distances else DISTANCES
     if constants.get("GRADIENT") is False:
-        absent += ["output_grad", "delta", "query_grad", "rest_parts"]
+        absent += ["output_grad", "delta", "query_grad", "rest_parts", "distance_grad"]
     elif constants.get("GRADIENT"):
         absent += ["rest_score", "removed"]
     function = getattr(triton_kernels, name)
@@ -182,9 +187,13 @@ def variants(archs, dtypes, head_sizes):
         if kernel == "short_backward":
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
         rests = (False,) if kernel == "column" else (False, True)  # which knows of no rest
-        for num_rows, dropout, rest in itertools.product(rows, (False, True), rests):
-            for warps, stages, step, *limit in configurations(kernel, head_size, dtype, arch, dropout, rest):
+        terms = [(rest, False) for rest in rests] + [(rests[-1], True)]  # a bias per distance beside a rest
+        for num_rows, dropout, (rest, distances) in itertools.product(rows, (False, True), terms):
+            for warps, stages, step, *limit in configurations(
+                kernel, head_size, dtype, arch, dropout, rest, distances
+            ):
                 fields = {"rows": num_rows, "limit": limit[0] if limit else None, "rest": rest}
+                fields["distances"] = distances
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, **fields)
 
 
@@ -196,15 +205,27 @@ def line(variant, found):
     wait, ahead = ("-", "-") if found.wait is None else (found.wait, f"{found.ahead:.2f}")
     return (
         f"{variant.kernel:15} sm_{variant.arch:<3} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
-        f"{'yes' if variant.dropout else 'no':>5} {'yes' if variant.rest else 'no':>5} {variant.warps:5} "
-        f"{variant.stages:6} {found.registers:5} {'{}/{}'.format(*found.spills):>9} {found.shared:7} "
+        f"{'yes' if variant.dropout else 'no':>5} {'yes' if variant.rest else 'no':>5} "
+        f"{'yes' if variant.distances else 'no':>5} {variant.warps:5} {variant.stages:6} {found.registers:5} {'{}/{}'.format(*found.spills):>9} {found.shared:7} "
         f"{wait:>5} {ahead:>6} {found.wgmma:6}"
     )
 
 
 def cell(variant, found):
     """The same for the JSON: what the package chooses, what was compiled for it, and what that takes."""
-    fields = ("kernel", "arch", "head_size", "dropout", "rest", "rows", "warps", "stages", "step", "limit")
+    fields = (
+        "kernel",
+        "arch",
+        "head_size",
+        "dropout",
+        "rest",
+        "distances",
+        "rows",
+        "warps",
+        "stages",
+        "step",
+        "limit",
+    )
     found_fields = ("registers", "spills", "shared", "wait", "ahead", "wgmma")
     return {
         **{name: getattr(variant, name) for name in fields},

@@ -66,6 +66,8 @@ def compiled():
     rows, archs = {}, {}
     for cell in json.loads((RESULTS / "compile_triton.json").read_text(encoding="utf-8"))["cells"]:
         archs[cell["arch"]] = f"sm_{cell['arch']}"
+        if cell["distances"]:  # whose configurations are others
+            continue
         found = rows.setdefault((cell["kernel"], str(cell["head_size"])), {})
         configuration = tuple(cell[name] for name in ("warps", "stages", "step", "limit"))
         chosen, most = found.setdefault((cell["arch"], cell["dropout"]), (configuration, (0, 0)))

@@ -28,9 +28,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "sparse_sdpa": Backend(sdpa.sdpa_attention, sdpa.prepare, supports=frozenset(WANTED) - {"gate", "weights"}),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=_KERNEL | {"window"}, raw=True),
-    "sparse_triton": Backend(
-        triton.triton_backend, triton.prepare, triton_limits.refuse, supports=frozenset({"rest"})
-    ),
+    "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse, supports=_KERNEL),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse, supports=_KERNEL),
 }
 

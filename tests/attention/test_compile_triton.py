@@ -31,7 +31,9 @@ def compiled(capsys):
 @pytest.mark.slow
 def test_the_short_kernel(compiled):
     lines = compiled("--arch", "90", "--head_size", "32", "--kernel", "short_forward")
-    assert [line["drop"] + line["rest"] for line in lines] == ["nono", "noyes", "yesno", "yesyes"]
+    assert [line["drop"] + line["rest"] for line in lines] == ["nono"] * 2 + ["noyes"] * 2 + ["yesno"] * 2 + [
+        "yesyes"
+    ] * 2
     for line in lines:
         assert line["kernel"] == "short_forward" and line["arch"] == "sm_90" and line["spill"] == "0/0"
         assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
@@ -45,7 +47,10 @@ def test_kernels_on_lists_neither_spill_nor_wait(compiled, monkeypatch, tmp_path
     monkeypatch.setattr(report, "hardware", dict)
 
     every = compile_triton.variants
-    fullest = lambda *args: [variant for variant in every(*args) if variant.dropout and variant.rest]  # noqa: E731
+
+    def fullest(*args):
+        return [variant for variant in every(*args) if variant.dropout and variant.rest and variant.distances]
+
     monkeypatch.setattr(compile_triton, "variants", fullest)
     words = ("--arch", "80", "--head_size", "32", "--kernel", "forward", "--output", str(tmp_path / "table"))
     (line,) = compiled(*words)
@@ -58,7 +63,7 @@ def test_the_committed_table_is_of_these_configurations():
     from benchmarks.compile_triton import ARCHS, HEAD_SIZES, variants
     from benchmarks.shared.report import RESULTS
 
-    names = ("kernel", "arch", "head_size", "dropout", "rest", "rows", "warps", "stages", "step", "limit")
+    names = ("kernel", "arch", "head_size", "dropout", "rest", "distances", "rows", "warps", "stages", "step", "limit")
     wanted = [[asdict(variant)[name] for name in names] for variant in variants(ARCHS, [torch.bfloat16], HEAD_SIZES)]
     cells = json.loads((RESULTS / "compile_triton.json").read_text())["cells"]
     assert [[cell[name] for name in names] for cell in cells] == wanted, "see docs/kernels.md for the command"

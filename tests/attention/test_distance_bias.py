@@ -142,10 +142,3 @@ def test_other_shapes_are_refused(bias, got):
     states = torch.randn(3, 1, HEADS, 16, 8)
     with pytest.raises(ValueError, match=rf"distance_bias must be .* of shape \(4, 31\) on cpu, got {got}"):
         sparse_dot_product_attention(*states, ONES, distance_bias=bias)
-
-
-def test_backends_without_one_refuse_it_by_name():
-    states = torch.randn(3, 1, HEADS, 16, 8)
-    for name in {"sparse_cpu", "sparse_flex", "sparse_triton"} - {*NAMES, *UNTRAINED}:
-        with pytest.raises(ValueError, match=f"{name} cannot run here: it does not support a bias per distance"):
-            sparse_dot_product_attention(*states, ONES, distance_bias=torch.zeros(HEADS, 31), backend=name)

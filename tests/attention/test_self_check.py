@@ -61,6 +61,7 @@ LENGTHS = (7, 70)
         *(("sparse_cpu", dtype, (True, True, True)) for dtype in ("float32", "bfloat16", "float16")),
         *(("sparse_cpu", "float32", flags) for flags in ((False,) * 3, (True, False, True), (False, True, True))),
         *((name, "bfloat16", (True, True, True)) for name in ("sparse_sdpa", "sparse_eager")),
+        *((name, "bfloat16", (True, True, True, False, 512, 2, 0, True)) for name in ("sparse_cpu", "sparse_sdpa")),
     ],
     ids=str,
 )
@@ -69,6 +70,7 @@ def test_right_backends_pass(name, dtype, flags):
     assert finding["right"] and finding["reason"] is None
     compared = {"output", "output without a key"}
     compared |= {f"gradient of the {which}" for which in ("query", "key", "value")} if flags[2] else set()
+    compared |= {"gradient of the bias per distance"} if len(flags) > 3 else set()
     compared |= {"dropout factor", "dropout rate", "dropout outside of the mask"} if flags[1] else set()
     assert set(finding["errors"]) == compared
     for each in finding["errors"].values():
@@ -112,6 +114,12 @@ FAULTS = {
         output(lambda result, dropout: 1.01 * result - 0.01 * result.detach()),
         "gradient of the value",
     ),
+    "half of the distances": (
+        lambda run, *arguments: changed(
+            distance_bias=tuple(one if one is None else one / 2 for one in arguments[3].distance_bias)
+        )(run, *arguments),
+        "gradient of the bias per distance",
+    ),
 }
 
 
@@ -119,7 +127,7 @@ def examined(monkeypatch, function):
     backend = BACKENDS["sparse_cpu"]
     faulty = replace(backend, function=functools.partial(function, backend.function))
     monkeypatch.setitem(BACKENDS, "sparse_cpu", faulty)
-    return examine("sparse_cpu", "cpu", SETTING, LENGTHS)
+    return examine("sparse_cpu", "cpu", replace(SETTING, distances=True), LENGTHS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -355,10 +355,11 @@ def test_the_operator_is_well_formed():
     """Schema, fake kernel and autograd registration, as PyTorch checks them."""
     case = Case(20, padding=RAGGED, dropout=0.1)
     tiles, padding, first, last, _, _, seed, *_, spans = case.arguments()
-    rest = [torch.randn(2, 1, *size, device=DEVICE, requires_grad=True) for size in ((32,), (32,), ())]
+    sizes = (2, 1, 32), (2, 1, 32), (2, 1), (1, 39)
+    *rest, distances = [torch.randn(size, device=DEVICE, requires_grad=True) for size in sizes]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for own in ([None] * 3, rest):
-        mask = (list(tiles), padding.view(torch.int8), spans, first, last, seed, *own, None)
+    for own in ([None] * 5, [*rest, None, distances]):
+        mask = (list(tiles), padding.view(torch.int8), spans, first, last, seed, *own)
         mask = (*mask, False, False, True, 60000, 1.0)
         torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*case.leaves(), *mask), test_utils=checks)
 
@@ -378,9 +379,9 @@ def test_shapes_without_running():
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
         tiles = [mode.from_tensor(tensor) for tensor in mask]
-        mask = (tiles, *[None] * 9, False, False, True, 65536, 1.0)
+        mask = (tiles, *[None] * 10, False, False, True, 65536, 1.0)
         output, lse = torch.ops.sparsebert.tile_attention(*leaves, *mask)
-        gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *mask)
+        gradients = torch.ops.sparsebert.tile_attention_backward(output, False, *leaves, output, lse, *mask)
     assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16
     assert lse.shape == (2, 3, 70) and lse.dtype == torch.float32
     for gradient, leaf in zip(gradients, leaves, strict=True):

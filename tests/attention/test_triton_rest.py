@@ -1,6 +1,6 @@
 """
-The rest of a mask in the Triton kernels, against softmax with one more key in float64. Where there is no GPU,
-`test_triton.py` runs this file in the process that has Triton's interpreter.
+The rest of a mask and a bias per distance in the Triton kernels, against softmax with one more key and other scores in
+float64. Where there is no GPU, `test_triton.py` runs this file in the process that has Triton's interpreter.
 
 Letters: B batch, H heads, n length, d head size.
 """
@@ -31,17 +31,17 @@ pytestmark = [
 ]
 
 SHORT = [
-    {"length": 70, "mask": "dam_s", "padding": "mixed", "num_heads": 2},
+    {"length": 70, "mask": "dam_s", "padding": "mixed", "num_heads": 2, "terms": "both"},
     {"length": 7, "mask": "empty rows", "padding": "holes", "head_size": 64},
-    {"length": 65, "mask": "dam_b", "diagonal": False},
-    {"length": 33, "mask": "dense", "padding": "nothing real", "dropout": 0.125},
+    {"length": 65, "mask": "dam_b", "diagonal": False, "terms": "distances"},
+    {"length": 33, "mask": "dense", "padding": "nothing real", "dropout": 0.125, "terms": "both"},
     {"length": 40, "mask": "bigbird", "padding": "left", "dtype": torch.float16, "last_token": "position"},
 ]
 LISTS = [
-    {"length": 130, "mask": "dam_b", "padding": "mixed"},
+    {"length": 130, "mask": "dam_b", "padding": "mixed", "terms": "both"},
     {"length": 66, "mask": "dam_s", "padding": "holes", "dropout": 0.125, "head_size": 64, "diagonal": False},
-    {"length": 65, "mask": "empty rows", "num_heads": 2},
-    {"length": 100, "mask": "columns and blocks", "padding": "holes"},
+    {"length": 65, "mask": "empty rows", "num_heads": 2, "terms": "distances"},
+    {"length": 100, "mask": "columns and blocks", "padding": "holes", "terms": "both", "dropout": 0.125},
     {"length": 1, "mask": "empty rows", "padding": "right"},
     pytest.param(
         {"length": 600, "mask": "dam_b", "padding": "left"}, marks=pytest.mark.slow
@@ -49,12 +49,20 @@ LISTS = [
 ]
 
 
-def formula(query, key, value, *rest, keep, real, factors):
+def formula(query, key, value, own_key=None, own_value=None, own_score=None, distances=None, *, keep, real, factors):
     """Softmax over the kept keys and that of the rest, then dropout, in the inputs' dtype."""
     wide, scaling = torch.promote_types(query.dtype, torch.float32), query.shape[-1] ** -0.5
-    own_key, own_value, own_score = rest
     removed = real.sum(-1)[:, None, None] - keep.sum(-1)
-    scores = (query @ key.mT).to(wide).masked_fill(~keep, -torch.inf) * scaling
+    scores = (query @ key.mT).to(wide) * scaling
+    if distances is not None:
+        position = torch.arange(len(real[0]), device=DEVICE)
+        scores = scores + distances[:, position[:, None] - position + len(position) - 1].to(wide)
+    scores = scores.masked_fill(~keep, -torch.inf)
+    if own_key is None:
+        high = scores.amax(-1, keepdim=True).clamp(min=-1e4)
+        weights = (scores - high).exp()
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * real[:, None, :, None]
+        return ((weights * keep * factors).to(value.dtype) @ value).to(query.dtype)
     own = (query.to(wide) @ own_key[..., None])[..., 0] * scaling + own_score[..., None] + removed.log()
     weights = torch.cat([scores, own[..., None]], -1)
     weights = torch.where(real[:, None, :, None], weights, 0.0).softmax(-1) * real[:, None, :, None]
@@ -63,34 +71,40 @@ def formula(query, key, value, *rest, keep, real, factors):
 
 
 def results_of(function, tensors, grad, dtype=None):
-    """Output and gradients of query, key, value and of the rest's key, value and score."""
-    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+    """Output and gradients, by name; those of the tensors that are there."""
+    leaves = {name: each.detach().to(dtype or each.dtype).requires_grad_() for name, each in tensors.items()}
+    output = function(**leaves)
+    grads = torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))
+    return {"output": output.detach()} | dict(zip(leaves, grads, strict=True))
 
 
 class Problem:
-    """A mask, states and a rest; `attention` is that of the kernels."""
+    """A mask, states, and a rest, a bias per distance or both (`terms`); `attention` is that of the kernels."""
 
-    def __init__(self, **fields):
+    def __init__(self, terms="rest", **fields):
         self.case = case = case_of("sparse_triton", DEVICE, **fields)
         self.mask, self.padding = make_mask(case), make_padding(case)
         batch = 2 if self.padding is None else len(self.padding)
         *states, self.grad = laid_out(case, batch)
-        sizes = ((case.head_size,), (case.head_size,), ())
-        self.tensors = [*states, *(torch.randn(batch, case.num_heads, *size, device=DEVICE) for size in sizes)]
+        self.tensors = dict(zip(("query", "key", "value"), states, strict=True))
+        sizes = {"own_key": (case.head_size,), "own_value": (case.head_size,), "own_score": ()}
+        for name, size in sizes.items() if terms != "distances" else ():
+            self.tensors[name] = torch.randn(batch, case.num_heads, *size, device=DEVICE)
+        if terms != "rest":
+            self.tensors["distances"] = 2 * torch.randn(case.num_heads, 2 * case.length - 1, device=DEVICE)
         self.layer, self.scaling = self.mask.num_layers - 1, case.head_size**-0.5
         self.keep = kept(self.mask, case.length, self.padding, layer=self.layer, batch=batch).to(DEVICE)
         real = torch.ones(batch, case.length, dtype=torch.bool) if self.padding is None else self.padding
         self.real = real.to(DEVICE)
         self.padding = None if self.padding is None else self.real
 
-    def attention(self, query, key, value, *rest):
+    def attention(self, query, key, value, own_key=None, own_value=None, own_score=None, distances=None):
         length, zeros = self.case.length, torch.zeros(self.case.num_heads, device=DEVICE)
-        own = zeros if rest else None
+        own = None if own_key is None else zeros
         inputs = MaskInputs("sparse_triton", length, length, DEVICE, self.mask, self.padding, rest=(own,))
         inputs = replace(prepared(inputs).for_layer(self.layer), seeds=(torch.tensor([5, 7], device=DEVICE),))
-        inputs = replace(inputs, rest=(Rest(*rest) if rest else None,))
+        rest = None if own is None else Rest(own_key, own_value, own_score)
+        inputs = replace(inputs, rest=(rest,), distance_bias=(distances,))
         output, _ = backend.triton_backend(query, key, value, inputs, self.scaling, self.case.dropout)
         return output.transpose(1, 2)
 
@@ -98,7 +112,7 @@ class Problem:
         """What dropout multiplies each probability with, read without a rest, which changes no decision."""
         if not self.case.dropout:
             return 1.0
-        zeros, width = torch.zeros_like(self.tensors[0]), self.case.head_size
+        zeros, width = torch.zeros_like(self.tensors["query"]), self.case.head_size
         unit = torch.eye(self.case.length, -(-self.case.length // width) * width, dtype=zeros.dtype, device=DEVICE)
         columns = [self.attention(zeros, zeros, part.expand_as(zeros).contiguous()) for part in unit.split(width, 1)]
         probabilities = torch.cat(columns, -1)[..., : self.case.length]
@@ -109,12 +123,11 @@ class Problem:
         got = results_of(self.attention, self.tensors, self.grad)
         truth = results_of(plainly, self.tensors, self.grad, torch.float64)
         plain = results_of(plainly, self.tensors, self.grad)
-        unit = torch.finfo(self.case.dtype).eps * max(1.0, *(each.abs().max().item() for each in truth))
-        names = ("output", "query", "key", "value", "the rest's key", "its value", "its score")
-        for what, each, exact, other in zip(names, got, truth, plain, strict=True):
-            error, allowed = (each - exact).abs().max().item(), (other - exact).abs().max().item()
-            assert each.isfinite().all() and error <= 2 * allowed + 8 * unit, (what, error, allowed, unit)
-        assert (got[0].transpose(1, 2)[~self.real] == 0).all()
+        unit = torch.finfo(self.case.dtype).eps * max(1.0, *(each.abs().max().item() for each in truth.values()))
+        for what, exact in truth.items():
+            error, allowed = ((each[what] - exact).abs().max().item() for each in (got, plain))
+            assert got[what].isfinite().all() and error <= 2 * allowed + 8 * unit, (what, error, allowed, unit)
+        assert (got["output"].transpose(1, 2)[~self.real] == 0).all()
 
 
 @pytest.mark.parametrize("fields", SHORT, ids=named)
@@ -129,19 +142,30 @@ def test_kernels_on_lists(fields, monkeypatch):
 
 
 def test_the_operator_does_the_same():
-    """What is recorded is an operator, whose gradients include those of the rest."""
-    problem = Problem(length=20, mask="dam_s", padding="right")
+    """What is recorded is an operator, whose gradients include those of the rest and of the distances."""
+    problem = Problem(length=20, mask="dam_s", padding="right", terms="both")
     plain = results_of(problem.attention, problem.tensors, problem.grad)
     with Recorded() as recorded:
         results = results_of(problem.attention, problem.tensors, problem.grad)
     assert sum("tile_attention" in name for name in recorded.names) == 2
-    assert all(torch.equal(got, want) for got, want in zip(results, plain, strict=True))
+    del results["distances"], plain["distances"]  # summed in an order that varies
+    assert all(torch.equal(results[name], want) for name, want in plain.items())
+
+
+def test_no_order_no_deterministic_gradient():
+    problem = Problem(length=20, mask="dam_s", terms="distances")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="no deterministic gradient of a bias per distance: use sparse_eager"):
+            results_of(problem.attention, problem.tensors, problem.grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_keys_are_counted_as_with_padding():
     """Without padding the numbers of removed keys come with the mask; with padding that is none, from the kernel."""
     problem = Problem(length=70, mask="dam_s", diagonal=False)
-    plain = problem.attention(*problem.tensors)
+    plain = problem.attention(**problem.tensors)
     problem.padding = problem.real
-    assert torch.equal(problem.attention(*problem.tensors), plain)
+    assert torch.equal(problem.attention(**problem.tensors), plain)
     assert backend.SHORT_LENGTH >= 70

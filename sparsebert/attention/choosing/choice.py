@@ -134,8 +134,6 @@ def _to_check(request):
     why_not = {name: refusal(name, request) for name in GPU_BACKENDS}
     if request.dtype == torch.float32:
         why_not["sparse_triton"] = "in float32 it is slower than PyTorch's attention"
-    if "distance_bias" in request.needs:
-        why_not["sparse_flex"] = why_not["sparse_flex"] or "the self-check has no bias per distance"
     able = tuple(name for name in GPU_BACKENDS if why_not[name] is None)
     return able, {name: reason for name, reason in why_not.items() if reason is not None}
 

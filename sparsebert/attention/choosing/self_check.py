@@ -21,6 +21,7 @@ import torch
 from ...masks.sparse_mask import SparseMask
 from ..backends import prepared
 from ..biases.bias_entries import REMOVED, REMOVED_BELOW
+from ..distance_bias import distance_table
 from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
 from ..mask_inputs import MaskInputs
@@ -73,15 +74,14 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(length))
     query, key, value, grad = drawn.to(device, getattr(torch, setting.dtype)).transpose(2, 3).unbind(0)
     scaling = setting.head_size**-0.5
+    bias = [torch.linspace(-2, 2, HEADS * (2 * length - 1), device=device).view(HEADS, -1)] * setting.distances
     for mask, causal in masks(length):
         keep = _kept(mask, padding, causal, query)
 
-        def attention(*leaves, mask=mask, causal=causal):
+        def attention(query, key, value, bias=None, mask=mask, causal=causal):
             torch.manual_seed(length)
-            dropout = DROPOUT if setting.dropout else 0.0
-            return sparse_dot_product_attention(
-                *leaves, mask, padding, dropout_p=dropout, is_causal=causal, backend=name
-            )
+            options = {"dropout_p": DROPOUT if setting.dropout else 0.0, "is_causal": causal, "distance_bias": bias}
+            return sparse_dot_product_attention(query, key, value, mask, padding, backend=name, **options)
 
         factors = None
         if setting.dropout:
@@ -89,13 +89,14 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
                 factors, compared = _dropout_factors(attention, keep, query)
             yield from compared
 
-        def formula(*leaves, keep=keep, factors=factors):
-            return _dense(*leaves, keep, factors, scaling)
+        def formula(query, key, value, bias=None, keep=keep, factors=factors):
+            return _dense(query, key, value, keep, factors, scaling, bias)
 
-        results = _results(attention, query, key, value, grad, setting.gradients)
-        truth = _results(formula, query.double(), key.double(), value.double(), grad.double(), setting.gradients)
-        plain = _results(formula, query, key, value, grad, setting.gradients)
-        names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
+        leaves = [query, key, value, *bias]
+        results = _results(attention, leaves, grad, setting.gradients)
+        truth = _results(formula, [leaf.double() for leaf in leaves], grad.double(), setting.gradients)
+        plain = _results(formula, leaves, grad, setting.gradients)
+        names = ("output", *(f"gradient of the {name}" for name in ("query", "key", "value", "bias per distance")))
         units = UNITS.get(query.dtype, 1) * torch.finfo(query.dtype).eps
         for what, got, want, other in zip(names, results, truth, plain, strict=False):
             error, allowed = (_largest(each.double() - want) for each in (got, other))
@@ -116,18 +117,20 @@ def _kept(mask, padding, causal, query):
     return keep.expand(*query.shape[:2], length, length)
 
 
-def _dense(query, key, value, keep, factors, scaling):
+def _dense(query, key, value, keep, factors, scaling, bias):
     """Plain PyTorch: the whole score matrix, softmax in float32 or float64; probabilities times `factors`."""
     power, rest = power_of_two(scaling)
     scores = ((query * power) @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * rest
+    if bias is not None:
+        scores = scores + distance_table(bias, *scores.shape[2:])
     weights = scores.masked_fill(~keep, REMOVED).softmax(-1) * keep.any(-1, keepdim=True)
     weights = weights if factors is None else weights * factors
     return weights.to(value.dtype) @ value
 
 
-def _results(function, query, key, value, grad, gradients):
-    """Output and, if asked for, the gradients of query, key and value."""
-    leaves = [tensor.detach().requires_grad_(gradients) for tensor in (query, key, value)]
+def _results(function, tensors, grad, gradients):
+    """Output and, if asked for, the gradients of query, key, value and, if there is one, the bias."""
+    leaves = [tensor.detach().requires_grad_(gradients) for tensor in tensors]
     with torch.set_grad_enabled(gradients):
         output = function(*leaves)
         return [output.detach(), *(torch.autograd.grad(output, leaves, grad) if gradients else ())]

@@ -30,9 +30,10 @@ FEW_TILES = 256
 @dataclass(frozen=True)
 class Setting:
     """
-    The properties of a forward that a self-check is about, as in [`Request`], and those of the mask with which times
-    are taken: its number of tokens `length`, the tenths of its tiles, rounded up, that hold an entry (`live`), and the
-    tenths of these in which not all entries are on (`partial`), for which a kernel takes longer.
+    The properties of a forward that a self-check is about, as in [`Request`], whether there is a bias per distance
+    (`distances`), and the properties of the mask with which times are taken: its number of tokens `length`, the tenths
+    of its tiles, rounded up, that hold an entry (`live`), and the tenths of these in which not all entries are on
+    (`partial`), for which a kernel takes longer.
     """
 
     dtype: str
@@ -44,9 +45,10 @@ class Setting:
     length: int = 512
     live: int = 2
     partial: int = 0
+    distances: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("padded", "dropout", "gradients", "causal") if getattr(self, name)]
+        flags = [name for name in ("padded", "dropout", "gradients", "causal", "distances") if getattr(self, name)]
         return ", ".join([self.dtype, f"heads of {self.head_size}", *flags])
 
     @classmethod
@@ -67,13 +69,15 @@ class Setting:
             length if longest is None else min(length, longest),
             math.ceil(10 * live),
             math.ceil(10 * (live - full) / live) if live else 0,
+            "distance_bias" in request.needs,
         )
 
     def request(self, device: str, length: int, batch: int, num_heads: int) -> Request:
         """The [`Request`] of a call in this setting."""
         where, shape = torch.device(device), (batch, num_heads, length, length, self.head_size)
         flags = (self.dropout, self.gradients, self.padded, self.causal)
-        return Request(where.type, getattr(torch, self.dtype), *shape, *flags, index=where.index)
+        needs = frozenset({"distance_bias"} if self.distances else ())
+        return Request(where.type, getattr(torch, self.dtype), *shape, *flags, needs, index=where.index)
 
 
 @dataclass(frozen=True)

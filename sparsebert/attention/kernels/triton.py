@@ -47,6 +47,7 @@ def tile_attention(
     rest: Rest | None = None,
     removed: torch.Tensor | None = None,
     special_rows: bool = True,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention `(B, n, H, d)` under a mask in tile form; queries without a key give 0.
@@ -60,7 +61,8 @@ def tile_attention(
     or float32.
 
     `rest` is one more key, which dropout never drops. `removed` is then the number of keys that the mask removes for
-    each query, int32 `(H, n)`; with padding it is counted.
+    each query, int32 `(H, n)`; with padding it is counted. `distances`, float32 `(H, 2n - 1)` and contiguous, is added
+    to the scores, that of query i and key j at `i - j + n - 1`; its gradient is a sum in an order that varies.
     """
     check(query, key, value, tiles, seed, dropout, scaling)
     threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
@@ -70,9 +72,10 @@ def tile_attention(
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     rests: list[Any] = [] if rest is None else [tensor.float().contiguous() for tensor in rest]
-    sources = [*tensors, *rests]
+    sources = [*tensors, *rests, *([] if distances is None else [distances])]
     options = (diagonal is False, causal, special_rows, threshold, scaling)
-    arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *(rests or [None] * 3), removed, *options)
+    optional = (padding, spans, first, last, seed, *(rests or [None] * 3), removed, distances)
+    arguments = (*tensors, list(tiles), *optional, *options)
     if _observed(*sources):
         output, _ = torch.ops.sparsebert.tile_attention(*arguments)
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources):
@@ -133,11 +136,11 @@ def _bucket(length):
 # The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
 _MASK = (
     "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, Tensor? rest_key, "
-    "Tensor? rest_value, Tensor? rest_score, Tensor? removed, bool diagonal_off, bool causal, "
+    "Tensor? rest_value, Tensor? rest_score, Tensor? removed, Tensor? distances, bool diagonal_off, bool causal, "
     "bool special_rows, int threshold, float scaling"
 )
-# Where among them those of the rest are.
-_REST = slice(6, 10)
+# Where among them those of the rest and the bias per distance are.
+_REST, _DISTANCES = slice(6, 10), 10
 
 
 def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, seed, *more):
@@ -146,7 +149,7 @@ def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, see
     which those of the rest are, the compile-time arguments, whether there are special columns and special rows, and
     the configurations of a kernel by its name.
     """
-    tiles, (diagonal_off, causal, special_rows, threshold, scaling) = TileForm(*tiles), more[4:]
+    tiles, (diagonal_off, causal, special_rows, threshold, scaling) = TileForm(*tiles), more[5:]
     strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
     # 0 where a position is the same in all sequences.
     token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
@@ -158,7 +161,8 @@ def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, see
     sequences, numbers = [padding, spans, first, last, seed], [*strides, *token_strides, *sizes, *factors]
 
     def choices(kernel):
-        return configurations(kernel, query.shape[3], *_hardware(query), seed is not None, more[0] is not None)
+        given = [tensor is not None for tensor in (seed, more[0], more[4])]
+        return configurations(kernel, query.shape[3], *_hardware(query), *given)
 
     return tiles, sequences, numbers, constants, (special, special and special_rows), choices
 
@@ -177,7 +181,8 @@ def _forward(query, key, value, *mask):
     launch(
         "row_kernel",
         batch * num_heads * programs,
-        [query, key, value, output, lse, None, None, None, *tiles[:6], *sequences, *mask[_REST], None, *numbers],
+        [query, key, value, output, lse, None, None, None, *tiles[:6], *sequences, *mask[_REST], None]
+        + [mask[_DISTANCES], None, *numbers],
         constants | {"SHORT": short, "GRADIENT": False},
         choices("short_forward" if short else "forward"),
         max(_bucket(length), SHORT_LENGTH),
@@ -192,17 +197,21 @@ def _attention_shapes(query, key, value, *mask):
     return output, query.new_empty(rows, dtype=torch.float32)
 
 
-def _backward(output_grad, query, key, value, output, lse, *mask):
+def _backward(output_grad, learned, query, key, value, output, lse, *mask):
     """
-    Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`, and with a rest those of
-    its key, value and score: a list.
+    Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`, with a rest those of its
+    key, value and score, and of the bias per distance if that is `learned`: a list.
     """
+    if learned and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError("sparse_triton has no deterministic gradient of a bias per distance: use sparse_eager")
     gradients = [torch.empty_like(output) for _ in range(3)]
     tiles, sequences, numbers, constants, (special, special_rows), choices = _kernel_arguments(
         query, key, value, *mask
     )
     batch, num_heads, length, head_size = query.shape
     rest_key, rest_value, *_ = mask[_REST]
+    distances = mask[_DISTANCES]
+    distance_grad = torch.zeros_like(distances) if learned else None
 
     def sums_over(programs):
         return None if rest_key is None else lse.new_empty(batch, num_heads, programs, 2 * head_size + 1)
@@ -213,7 +222,7 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
             "short_backward_kernel",
             batch * num_heads,
             [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *sequences, rest_key, rest_value]
-            + [sums, *numbers],
+            + [sums, distances, distance_grad, *numbers],
             constants | {"ROWS": max(_bucket(length), TILE)},
             choices("short_backward"),
             max(_bucket(length), TILE),
@@ -228,7 +237,7 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
             "row_kernel",
             batch * num_heads * programs,
             [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *sequences]
-            + [rest_key, rest_value, None, None, sums, *numbers],
+            + [rest_key, rest_value, None, None, sums, distances, distance_grad, *numbers],
             constants | {"SHORT": False, "GRADIENT": True},
             choices("query_grad"),
             bucket,
@@ -236,21 +245,22 @@ def _backward(output_grad, query, key, value, output, lse, *mask):
         launch(
             "column_kernel",
             batch * num_heads * (tiles.tiles.shape[2] + special),
-            [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *sequences] + numbers,
+            [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *sequences]
+            + [distances, *numbers],
             constants,
             choices("column"),
             bucket,
         )
     gradients = [gradient.transpose(1, 2) for gradient in gradients]
-    if sums is None:
-        return gradients
-    parts = (sums[..., :head_size], sums[..., head_size:-1], sums[..., -1])
-    return [*gradients, *(part.sum(2) for part in parts)]
+    if sums is not None:
+        gradients += [part.sum(2) for part in (sums[..., :head_size], sums[..., head_size:-1], sums[..., -1])]
+    return gradients if distance_grad is None else [*gradients, distance_grad]
 
 
-def _backward_shapes(output_grad, query, key, value, output, lse, *mask):
+def _backward_shapes(output_grad, learned, query, key, value, output, lse, *mask):
     gradients = [torch.empty_like(output).transpose(1, 2) for _ in range(3)]
-    return gradients if mask[_REST][0] is None else [*gradients, *map(torch.empty_like, mask[_REST][:3])]
+    more = [] if mask[_REST][0] is None else mask[_REST][:3]
+    return [*gradients, *map(torch.empty_like, [*more, *([mask[_DISTANCES]] if learned else [])])]
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -259,23 +269,29 @@ def _no_second_derivatives(ctx, *grads):
 
 def _remember(ctx, inputs, output):
     query, key, value, tiles, padding, spans, first, last, seed, *more = inputs
-    *rest, _ = more[:4]
-    ctx.num_tiles, ctx.options = len(tiles), more[4:]
-    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *rest, *tiles)
+    *rest, _, distances = more[:5]
+    ctx.num_tiles, ctx.has_rest, ctx.options = len(tiles), rest[0] is not None, more[5:]
+    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *rest, distances, *tiles)
+
+
+def _learned(ctx):
+    """Whether the bias per distance gets a gradient."""
+    return ctx.needs_input_grad[3 + _DISTANCES]
 
 
 def _saved(ctx, output_grad):
     """The arguments of the backward."""
     # Activation checkpointing lets `ctx.saved_tensors` be read once only.
     query, key, value, output, lse, padding, spans, first, last, seed, *more = ctx.saved_tensors
-    tensors = (output_grad.contiguous(), query, key, value, output, lse)
-    return *tensors, more[3:], padding, spans, first, last, seed, *more[:3], None, *ctx.options
+    tensors = (output_grad.contiguous(), _learned(ctx), query, key, value, output, lse)
+    return *tensors, more[4:], padding, spans, first, last, seed, *more[:3], None, more[3], *ctx.options
 
 
-def _by_argument(ctx, tiles, query_grad=None, key_grad=None, value_grad=None, *rest):
+def _by_argument(ctx, tiles, query_grad=None, key_grad=None, value_grad=None, *more):
     """The gradients of all arguments, of which `tiles` is that of the tiles."""
-    rest = rest or [None] * 3
-    return query_grad, key_grad, value_grad, tiles, *[None] * 5, *rest, None, *[None] * len(ctx.options)
+    rest = more[:3] if ctx.has_rest and more else [None] * 3
+    distances = more[-1] if _learned(ctx) and more else None
+    return query_grad, key_grad, value_grad, tiles, *[None] * 5, *rest, None, distances, *[None] * len(ctx.options)
 
 
 def _differentiate(ctx, output_grad, lse_grad):
@@ -293,7 +309,7 @@ _attention_backward = torch.library.custom_op(
     "sparsebert::tile_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor output_grad, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> Tensor[]",
+    schema=f"(Tensor output_grad, bool learned, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> Tensor[]",
 )
 _attention_backward.register_fake(_backward_shapes)
 _attention_backward.register_autograd(_no_second_derivatives)
@@ -371,5 +387,6 @@ def triton_backend(
         inputs.rest[0],
         removed,
         mask.special_rows,
+        inputs.distance_bias[0],
     )
     return output, None

@@ -24,6 +24,8 @@ from .triton_steps import (
     finish_columns,
     kept_keys,
     load_span,
+    place_of,
+    products,
     program_place,
     special_tokens,
     start_rows,
@@ -34,9 +36,9 @@ from .triton_steps import (
 @triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold"])
 def row_kernel(
     query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, spans, first, last, seed, rest_key, rest_value, rest_score, removed, rest_parts, q_b, q_h, q_n,
-    k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold,
-    keep_scale,
+    partial, padding, spans, first, last, seed, rest_key, rest_value, rest_score, removed, rest_parts, distances,
+    distance_grad, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows,
+    tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, PARTIAL: tl.constexpr, SHORT: tl.constexpr,
     GRADIENT: tl.constexpr, STEP: tl.constexpr,
@@ -53,6 +55,9 @@ def row_kernel(
     `rest_key` and `rest_value` (B, H, d), `rest_score` (B, H) are those of the rest, or `None`; `removed` (H, n) int32
     is the number of keys that the mask removes, counted here if it is `None`. The forward writes the scores of the
     rest behind `lse`. With GRADIENT, `rest_parts` (B, H, programs, 2 d + 1) is written, see [`rest_gradient`].
+
+    `distances` (H, 2 n - 1) is added to the scores by the distance of query and key, from 1 - n on, or `None`; with
+    GRADIENT its gradient is added to `distance_grad`, if that is not `None`, in an order that varies.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
@@ -67,6 +72,10 @@ def row_kernel(
     output += o_start
     lse += bh.to(tl.int64) * length
     tiles += head * tile_rows * tile_columns
+    if distances is not None:
+        distances += head * (2 * length - 1) + length - 1
+    if distance_grad is not None:
+        distance_grad += head * (2 * length - 1) + length - 1
     scores = None
     if rest_key is not None:
         scores = lse + (tl.num_programs(0) // (tile_rows + PROGRAMS)).to(tl.int64) * length
@@ -99,42 +108,43 @@ def row_kernel(
         dense_rows(
             rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
             output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value,
-            rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
-            threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, False,
-            GRADIENT,
+            rest_score, removed, scores, rest_parts, distances, distance_grad, bh, length, tile_columns, q_n, k_n, v_n,
+            o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL,
+            SPECIAL_ROWS, False, GRADIENT,
         )  # fmt: skip
     elif SPECIAL and SPECIAL_ROWS:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
                 output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key,
-                rest_value, rest_score, removed, scores, rest_parts, bh, length, tile_columns, q_n, k_n, v_n, o_n,
-                scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
-                SPECIAL_ROWS, True, GRADIENT,
+                rest_value, rest_score, removed, scores, rest_parts, distances, distance_grad, bh, length,
+                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
+                SPECIALS, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
                 block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
                 lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
-                first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length,
-                tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP, PARTIAL,
+                first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, distances,
+                distance_grad, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
+                threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT,
+                STEP, PARTIAL,
             )  # fmt: skip
     else:
         listed_rows(
             block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
             output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
-            last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows,
-            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
-            DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP, PARTIAL,
+            last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, distances, distance_grad, bh,
+            head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
+            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT, STEP, PARTIAL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold"])
 def column_kernel(
     query, key, value, lse, output_grad, delta, key_grad, value_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
-    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
+    partial, padding, spans, first, last, seed, distances, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b,
+    last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, PARTIAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -156,6 +166,8 @@ def column_kernel(
     lse += bh.to(tl.int64) * length
     delta += bh.to(tl.int64) * length
     tiles += head * tile_rows * tile_columns
+    if distances is not None:
+        distances += head * (2 * length - 1) + length - 1
     begin, end = tile_rows * 0, tile_rows
     first_real, behind_real = length * 0, length
     if padding is not None:
@@ -172,30 +184,30 @@ def column_kernel(
         if block < 0:
             dense_columns(
                 specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse,
-                output_grad, delta, key_grad, value_grad, padding, first, last, seed, bh, length, q_n, k_n, v_n, o_n,
-                scale, scaling, threshold, keep_scale, HEAD, STEP, DIAGONAL_OFF, CAUSAL,
+                output_grad, delta, key_grad, value_grad, padding, first, last, seed, distances, bh, length, q_n, k_n,
+                v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, STEP, DIAGONAL_OFF, CAUSAL,
             )  # fmt: skip
         else:
             listed_columns(
                 block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh,
-                head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
-                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
+                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
+                distances, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
+                keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
             )  # fmt: skip
     else:
         listed_columns(
             block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-            value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head,
-            length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
+            value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, distances,
+            bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
+            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_columns", "threshold"])
 def short_backward_kernel(
     query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, spans, first,
-    last, seed, rest_key, rest_value, rest_parts, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
-    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
+    last, seed, rest_key, rest_value, rest_parts, distances, distance_grad, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h,
+    v_n, first_b, last_b, heads, length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -211,6 +223,10 @@ def short_backward_kernel(
     o_n = heads * HEAD
     o_start = batch * length * o_n + head * HEAD
     tiles += head * tile_rows * tile_columns
+    if distances is not None:
+        distances += head * (2 * length - 1) + length - 1
+    if distance_grad is not None:
+        distance_grad += head * (2 * length - 1) + length - 1
     first_real, behind_real, holes, words = length * 0, length, length * 0, None
     if padding is not None:
         padding += batch * length
@@ -241,7 +257,8 @@ def short_backward_kernel(
             rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
             holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, False,
         )  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        place = place_of(rows[:, None], columns[None, :], length)
+        s = products(q, k, distances, place, scale)
         p = tl.exp2(tl.where(keep, s * scale, float("-inf")) - row_lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dropped = p
@@ -250,7 +267,10 @@ def short_backward_kernel(
             dropped = tl.where(kept, p, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, input_precision="ieee")
-        ds = (p * (dp - row_delta[:, None])).to(q.dtype)
+        ds = p * (dp - row_delta[:, None])
+        if distance_grad is not None:
+            tl.atomic_add(distance_grad + place, ds, mask=p != 0, sem="relaxed")
+        ds = ds.to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
         finish_columns(
             columns, inside, dk, dv, key_grad + o_start, value_grad + o_start, padding, o_n, scaling, keep_scale, HEAD

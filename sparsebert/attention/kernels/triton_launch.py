@@ -24,7 +24,7 @@ HOPPER: dict[str, dict[int, Configurations]] = {
     "column": {32: [(4, 3, 64), (4, 3, 32)], 64: [(4, 3, 32, 168)], 128: [(4, 3, 16), (8, 3, 16)]},
     "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 32, 128)], 128: [(8, 2, 32)]},
 }
-# Where dropout, whose random numbers need registers, asks for others.
+# Where dropout or a bias per distance, which need registers for each entry, ask for others.
 HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
     "forward": {64: [(4, 3, 32), (8, 3, 64)], 128: [(4, 3, 32), (8, 3, 32)]},
     "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
@@ -54,6 +54,17 @@ AMPERE: dict[str, dict[int, Configurations]] = {
 AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {"forward": {32: [(4, 3, 32)], 64: [(4, 3, 64)]}}
 # Where the rest of a mask, whose key and value need registers, asks for others.
 AMPERE_REST: dict[str, dict[int, Configurations]] = {"forward": {64: [(4, 3, 32)]}}
+# Where a bias per distance asks for other ones than dropout.
+AMPERE_DISTANCES: dict[str, dict[int, Configurations]] = {
+    "forward": {32: [(4, 3, 16)], 64: [(4, 3, 32)]},
+    "query_grad": {32: [(4, 3, 32)], 64: [(8, 3, 16)]},
+}
+BLACKWELL_DISTANCES: dict[str, dict[int, Configurations]] = {
+    "forward": {32: [(4, 3, 32)], 128: [(8, 3, 16)]},
+    "short_forward": {32: [(4, 2, 32)], 64: [(8, 2, 64)]},
+    "query_grad": {64: [(8, 3, 32)]},
+    "short_backward": {64: [(8, 2, 16)]},
+}
 # Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32: Configurations = [(8, 2, 16)]
 
@@ -79,23 +90,33 @@ def interpreted() -> bool:
 
 
 def configurations(
-    kernel: str, head_size: int, dtype: torch.dtype, capability: int, dropout: bool = False, rest: bool = False
+    kernel: str,
+    head_size: int,
+    dtype: torch.dtype,
+    capability: int,
+    dropout: bool = False,
+    rest: bool = False,
+    distances: bool = False,
 ) -> Configurations:
     """
     The launch configurations of a kernel (`"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or
-    `"short_backward"`) that may be chosen, the best guess first. `capability` is that of the GPU times 10.
+    `"short_backward"`) that may be chosen, the best guess first. `capability` is that of the GPU times 10;
+    `distances`: whether there is a bias per distance.
     """
     if dtype == torch.float32:
         return FLOAT32
-    table, under_dropout = HOPPER, HOPPER_DROPOUT
+    tables = [HOPPER, {}, HOPPER_DROPOUT, {}]
     if capability >= 100:
-        table, under_dropout = BLACKWELL, BLACKWELL_DROPOUT
+        tables = [BLACKWELL, {}, BLACKWELL_DROPOUT, BLACKWELL_DISTANCES]
     elif capability < 90:
-        table, under_dropout = AMPERE, AMPERE_DROPOUT
-    usual = table[kernel][head_size]
-    if rest and capability < 90:
-        usual = AMPERE_REST.get(kernel, {}).get(head_size, usual)
-    return under_dropout.get(kernel, {}).get(head_size, usual) if dropout else usual
+        tables = [AMPERE, AMPERE_REST, AMPERE_DROPOUT, AMPERE_DISTANCES]
+    asked = (True, rest, dropout or distances, distances)
+    # The last of those that are asked for and name the kernel and head size.
+    return [
+        table[kernel][head_size]
+        for table, wanted in zip(tables, asked, strict=True)
+        if wanted and head_size in table.get(kernel, {})
+    ][-1]
 
 
 def launch(

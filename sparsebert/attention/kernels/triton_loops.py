@@ -35,8 +35,8 @@ from .triton_steps import (
 def listed_rows(
     block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
     output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
-    rest_key, rest_value, rest_score, removed, scores, rest_parts, bh, head, length, tile_rows, tile_columns, q_n, k_n,
-    v_n, o_n, scale, scaling, threshold, keep_scale,
+    rest_key, rest_value, rest_score, removed, scores, rest_parts, distances, distance_grad, bh, head, length,
+    tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, GRADIENT: tl.constexpr,
     STEP: tl.constexpr, PARTIAL: tl.constexpr,
@@ -53,11 +53,13 @@ def listed_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
     )
     own = store
-    if SPECIAL and SPECIAL_ROWS and rest_key is not None:
+    if SPECIAL and SPECIAL_ROWS:
         if first is not None:
             own &= rows != first
         if last is not None:
             own &= rows != last
+        if distance_grad is not None:  # to which the program of special rows adds theirs
+            row_lse = tl.where(own, row_lse, float("inf"))
     acc, top, total = first_sums(
         rows, own, real, q, do, row_lse, row_delta, begin, end, first_real, behind_real, holes, words, tiles, pool,
         first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts, scale, scaling,
@@ -88,8 +90,9 @@ def listed_rows(
         if seed is not None:
             kept = kept_keys(seed, bh, rows, start, threshold, STEP)
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, None, kept, scale, keep_scale, GRADIENT
-        )
+            acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, None, kept, distances, distance_grad,
+            length, scale, keep_scale, GRADIENT,
+        )  # fmt: skip
         tile = next_tile
 
     if PARTIAL or words is not None:
@@ -116,8 +119,9 @@ def listed_rows(
             if seed is not None:
                 kept = kept_keys(seed, bh, rows, start, threshold, STEP)
             acc, top, total = row_step(
-                acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
-            )
+                acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, keep, kept, distances, distance_grad,
+                length, scale, keep_scale, GRADIENT,
+            )  # fmt: skip
             tile, index = next_tile, next_index
 
     if SPECIAL:
@@ -134,15 +138,11 @@ def listed_rows(
         if seed is not None:
             kept = kept_at(seed, bh, rows[:, None], specials[None, :], threshold)
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
-        )
-        if SPECIAL_ROWS:
-            if first is not None:
-                store &= rows != first
-            if last is not None:
-                store &= rows != last
+            acc, top, total, q, do, row_lse, row_delta, k, v, rows, specials, keep, kept, distances, distance_grad,
+            length, scale, keep_scale, GRADIENT,
+        )  # fmt: skip
     finish_rows(
-        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
+        rows, own, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
         GRADIENT,
     )  # fmt: skip
 
@@ -150,8 +150,8 @@ def listed_rows(
 @triton.jit
 def listed_columns(
     block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad, value_grad,
-    tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows,
-    tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, distances, bh, head, length,
+    tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, STEP: tl.constexpr,
     PARTIAL: tl.constexpr,
@@ -178,7 +178,10 @@ def listed_columns(
         kept = None
         if seed is not None:
             kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
-        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, None, kept, scale, keep_scale)
+        dk, dv = column_step(
+            dk, dv, k, v, q, do, row_lse, row_delta, rows, columns, None, kept, distances, length, scale,
+            keep_scale,
+        )  # fmt: skip
         tile = next_tile
 
     if PARTIAL:
@@ -197,7 +200,10 @@ def listed_columns(
             kept = None
             if seed is not None:
                 kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
-            dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+            dk, dv = column_step(
+                dk, dv, k, v, q, do, row_lse, row_delta, rows, columns, keep, kept, distances, length, scale,
+                keep_scale,
+            )  # fmt: skip
             tile, index = next_tile, next_index
 
     if SPECIAL and SPECIAL_ROWS:
@@ -211,7 +217,10 @@ def listed_columns(
         kept = None
         if seed is not None:
             kept = kept_at(seed, bh, specials[None, :], columns[:, None], threshold)
-        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+        dk, dv = column_step(
+            dk, dv, k, v, q, do, row_lse, row_delta, specials, columns, keep, kept, distances, length, scale,
+            keep_scale,
+        )  # fmt: skip
     if SPECIAL:
         if first is not None:
             store &= columns != first
@@ -224,7 +233,7 @@ def listed_columns(
 def dense_rows(
     rows, store, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse, output_grad, delta,
     query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts,
-    bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    distances, distance_grad, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, SPECIAL_ROWS: tl.constexpr, GATHERED: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -253,8 +262,9 @@ def dense_rows(
         if seed is not None:
             kept = kept_keys(seed, bh, rows, step * STEP, threshold, STEP)
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
-        )
+            acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, keep, kept, distances, distance_grad,
+            length, scale, keep_scale, GRADIENT,
+        )  # fmt: skip
     finish_rows(
         rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
         GRADIENT,
@@ -264,7 +274,7 @@ def dense_rows(
 @triton.jit
 def dense_columns(
     specials, valid, begin, end, query, key, value, lse, output_grad, delta, key_grad, value_grad, padding, first,
-    last, seed, bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    last, seed, distances, bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, STEP: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The keys of the special tokens against the queries from `STEP * begin` to `STEP * end`."""
@@ -281,5 +291,8 @@ def dense_columns(
         kept = None
         if seed is not None:
             kept = kept_at(seed, bh, rows[None, :], specials[:, None], threshold)
-        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+        dk, dv = column_step(
+            dk, dv, k, v, q, do, row_lse, row_delta, rows, specials, keep, kept, distances, length, scale,
+            keep_scale,
+        )  # fmt: skip
     finish_columns(specials, valid, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)

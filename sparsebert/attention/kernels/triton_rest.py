@@ -8,12 +8,11 @@ Letters: B batch, H heads, d head size.
 import triton
 import triton.language as tl
 
-from .triton_steps import WORD, bits_from
+from .triton_steps import LOG2_E, WORD, bits_from
 
 
 # Words of the mask that are counted at a time, for each query.
 COUNTED = tl.constexpr(8)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ SPECIALS = tl.constexpr(16)
 WORD = tl.constexpr(64)
 # Keys whose dropout decisions are drawn together, by four draws.
 GROUP = tl.constexpr(32)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -222,16 +223,40 @@ def dense_keep(
 
 
 @triton.jit
-def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scale, keep_scale, GRADIENT: tl.constexpr):
+def place_of(rows, columns, length):
+    """Where the distance of some entries is, from that of distance 0 on; rows and columns broadcast."""
+    return tl.minimum(tl.maximum(rows - columns, 1 - length), length - 1)
+
+
+@triton.jit
+def products(first, second, distances, place, scale):
+    """The scores before they are scaled: `first @ second.T`, and what the bias per distance adds, if there is one."""
+    if distances is None:
+        s = tl.dot(first, tl.trans(second), input_precision="ieee")
+    else:
+        # The product is added to it where the matrix unit sums.
+        bias = tl.load(distances + place) * (LOG2_E / scale)
+        s = tl.dot(first, tl.trans(second), bias, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def row_step(
+    acc, top, total, q, output_grad, lse, delta, k, v, rows, columns, keep, kept, distances, distance_grad, length,
+    scale, keep_scale, GRADIENT: tl.constexpr,
+):  # fmt: skip
     """
     Process some keys for some queries: update the running output, maximum and sum of the softmax or, with GRADIENT,
     the gradient of the queries.
 
     Args:
+        rows, columns: Positions of the queries and of the keys.
         keep: The mask, bool (queries, keys), or `None` if all entries are on.
+        distances, distance_grad: Pointers to the bias of distance 0 and to its gradient, or `None`.
         kept: Bool (queries, keys), False where dropout removes an entry, or `None` without dropout.
     """
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    place = place_of(rows[:, None], columns[None, :], length)
+    s = products(q, k, distances, place, scale)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     if GRADIENT:
@@ -240,6 +265,8 @@ def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scal
         if kept is not None:
             dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
+        if distance_grad is not None:
+            tl.atomic_add(distance_grad + place, ds, mask=p != 0, sem="relaxed")
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     else:
         new = tl.maximum(top, tl.max(s, 1) * scale)
@@ -257,13 +284,15 @@ def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scal
 
 
 @triton.jit
-def column_step(dk, dv, k, v, q, output_grad, lse, delta, keep, kept, scale, keep_scale):
+def column_step(
+    dk, dv, k, v, q, output_grad, lse, delta, rows, columns, keep, kept, distances, length, scale, keep_scale
+):
     """
     Process some queries for some keys: update the running gradients of keys and values. `keep` and `kept` are those of
     [`row_step`], but (keys, queries). So k and v, which stay the same from step to step, are the first operands of the
     products, where they take the fewest registers.
     """
-    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    s = products(k, q, distances, place_of(rows[None, :], columns[:, None], length), scale)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
     p = tl.exp2(s * scale - lse[None, :])
