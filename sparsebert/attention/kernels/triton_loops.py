@@ -53,7 +53,7 @@ def listed_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
     )
     own = store
-    if SPECIAL and SPECIAL_ROWS:
+    if SPECIAL and SPECIAL_ROWS and (rest_key is not None or distance_grad is not None):
         if first is not None:
             own &= rows != first
         if last is not None:
@@ -141,8 +141,13 @@ def listed_rows(
             acc, top, total, q, do, row_lse, row_delta, k, v, rows, specials, keep, kept, distances, distance_grad,
             length, scale, keep_scale, GRADIENT,
         )  # fmt: skip
+        if SPECIAL_ROWS:
+            if first is not None:
+                store &= rows != first
+            if last is not None:
+                store &= rows != last
     finish_rows(
-        rows, own, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
+        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
         GRADIENT,
     )  # fmt: skip
 
