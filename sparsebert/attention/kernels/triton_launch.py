@@ -63,6 +63,7 @@ BLACKWELL_DISTANCES: dict[str, dict[int, Configurations]] = {
     "forward": {32: [(4, 3, 32)], 128: [(8, 3, 16)]},
     "short_forward": {32: [(4, 2, 32)], 64: [(8, 2, 64)]},
     "query_grad": {64: [(8, 3, 32)]},
+    "column": {128: [(4, 3, 16)]},
     "short_backward": {64: [(8, 2, 16)]},
 }
 # Configurations for float32, for which no matrix unit keeps the precision.
