@@ -61,8 +61,8 @@ LISTED = ("forward", "query_grad", "column")
 # Steps that their copies are under way at least before they are waited for.
 LEAST_AHEAD = 1
 HEADER = (
-    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'rest':>5} {'bias':>5} {'warps':>5} {'stages':>6} "
-    f"{'regs':>5} {'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
+    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'rest':>5} {'bias':>5} {'warps':>5} "
+    f"{'stages':>6} {'regs':>5} {'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
 )
 
 
@@ -192,8 +192,8 @@ def variants(archs, dtypes, head_sizes):
             for warps, stages, step, *limit in configurations(
                 kernel, head_size, dtype, arch, dropout, rest, distances
             ):
-                fields = {"rows": num_rows, "limit": limit[0] if limit else None, "rest": rest}
-                fields["distances"] = distances
+                fields = {"rows": num_rows, "limit": limit[0] if limit else None}
+                fields |= {"rest": rest, "distances": distances}
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, **fields)
 
 
@@ -206,8 +206,8 @@ def line(variant, found):
     return (
         f"{variant.kernel:15} sm_{variant.arch:<3} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
         f"{'yes' if variant.dropout else 'no':>5} {'yes' if variant.rest else 'no':>5} "
-        f"{'yes' if variant.distances else 'no':>5} {variant.warps:5} {variant.stages:6} {found.registers:5} {'{}/{}'.format(*found.spills):>9} {found.shared:7} "
-        f"{wait:>5} {ahead:>6} {found.wgmma:6}"
+        f"{'yes' if variant.distances else 'no':>5} {variant.warps:5} {variant.stages:6} "
+        f"{found.registers:5} {'{}/{}'.format(*found.spills):>9} {found.shared:7} {wait:>5} {ahead:>6} {found.wgmma:6}"
     )
 
 

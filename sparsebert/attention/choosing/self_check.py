@@ -96,7 +96,7 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
         results = _results(attention, leaves, grad, setting.gradients)
         truth = _results(formula, [leaf.double() for leaf in leaves], grad.double(), setting.gradients)
         plain = _results(formula, leaves, grad, setting.gradients)
-        names = ("output", *(f"gradient of the {name}" for name in ("query", "key", "value", "bias per distance")))
+        names = ("output", *(f"gradient of the {which}" for which in ("query", "key", "value", "bias per distance")))
         units = UNITS.get(query.dtype, 1) * torch.finfo(query.dtype).eps
         for what, got, want, other in zip(names, results, truth, plain, strict=False):
             error, allowed = (_largest(each.double() - want) for each in (got, other))
