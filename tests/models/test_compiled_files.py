@@ -80,7 +80,7 @@ def test_killed_while_saving(engines, tmp_path, older, newer):
 
 
 STAGES = {
-    "reading": "sparsebert.commands.compile.load",
+    "reading": "sparsebert.commands.compile.load_any",
     "tracing": "sparsebert.models.inference.compiling._Traced.forward",
     "writing the graph": "openvino.save_model",
     "writing": "sparsebert.models.inference.compiled_files.replace_files",
