@@ -4,6 +4,7 @@ nearest neighbors of a text stay.
 """
 
 import copy
+import math
 import statistics
 import sys
 import time
@@ -86,16 +87,23 @@ def compare_encoders(
     Embeddings of the same texts by both of `KINDS`, and the time of the first ones, for which the systems take turns.
 
     The dense model in float32 is what neighbors and cosines are compared with. If the sparse model takes texts of more
-    than `split` tokens, or than the dense one takes, the dense one is also run on their parts, see [`encode_long`].
+    than `split` tokens, or than the dense one takes, the dense one is also run on their parts, see [`encode_long`], as
+    many as have together the tokens that the sparse one reads.
     """
     dense, sparse = (encoders[kind] for kind in KINDS)
     part = min(split, dense.length)
+    special = dense.tokenizer.num_special_tokens_to_add() * math.ceil(sparse.length / part)
+    read = {text: beginning(dense.tokenizer, text, sparse.length - special) for text in texts}
+
+    def in_parts(system, texts):
+        return encode_long(system, [read[text] for text in texts], split=part)
+
     functions: dict[str, Callable[[Sequence[str]], np.ndarray]] = {}
     for kind in KINDS:
         for name, system in systems_of(encoders[kind], precisions, texts).items():
             functions[f"{kind} {name}"] = system.encode
             if kind == "dense" and part < sparse.length:
-                functions[f"{SPLIT} {name}"] = partial(encode_long, system, split=part)
+                functions[f"{SPLIT} {name}"] = partial(in_parts, system)
     begin = time.perf_counter()
     reference = dense.encode(texts)
     each = (time.perf_counter() - begin) * (1 + rounds * min(TIMED / len(texts), 1))
@@ -130,6 +138,12 @@ def compare_encoders(
             for kind, each in encoders.items()
         },
     }
+
+
+def beginning(tokenizer: Any, text: str, count: int) -> str:
+    """A text up to the end of its first `count` tokens, special ones not counted."""
+    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text[: places[count - 1][1]] if len(places) > count else text
 
 
 def _say(text):

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 from sparsebert import attach, encode_long
 from sparsebert.analysis import encoder_comparison
-from sparsebert.analysis.encoder_comparison import closeness, verdict
+from sparsebert.analysis.encoder_comparison import beginning, closeness, compare_encoders, verdict
 from sparsebert.commands import main
 from sparsebert.models.inference.text_encoders import TextEncoder, pooling_of
 
@@ -104,6 +104,20 @@ def test_closeness():
     points = np.array([[1, 0.0], [1, 0.1], [1, 0.3], [1, 0.7]])
     assert closeness(points, 5 * points) == {"cosine": pytest.approx(1), "neighbors": 1.0}
     assert closeness(points, points[:, :1]) == {}
+
+
+def test_parts_of_what_the_sparse_model_reads(word_tokenizer):
+    """What follows in a text changes no embedding; two parts of 12 tokens hold 20 besides their special tokens."""
+    torch.manual_seed(0)
+    sizes = {"dense": 12, "sparse": 24}
+    models = {kind: BertModel(BertConfig(**TINY)).eval() for kind in sizes}
+    encoders = {kind: TextEncoder(model, word_tokenizer, sizes[kind]) for kind, model in models.items()}
+    texts = [" ".join(TEXTS[index:] + TEXTS[:index]) for index in range(len(TEXTS))]
+    short = [beginning(word_tokenizer, text, 20) for text in texts]
+    assert all(len(word_tokenizer(text)["input_ids"]) == 22 for text in short) and short[0] != texts[0]
+    found = [compare_encoders(encoders, given, ["float32"], 512, 1)["systems"] for given in (texts, short)]
+    names = [name for name in found[0] if "split" in name]
+    assert names and all(found[0][name]["cosine"] == found[1][name]["cosine"] for name in names)
 
 
 def test_long_texts_are_the_mean_of_their_parts(word_tokenizer):
