@@ -110,7 +110,7 @@ def without_padding(
         packed["position_ids"] = default_positions(model.config, packed.get("input_ids"), padding)
     for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "bbox", "lang_ids"):
         if (values := packed.get(name)) is not None:
-            values = values[:, None] if values.dim() == 1 else values  # X-MOD's language of a sequence
+            values = values[:, None] if name == "lang_ids" and values.dim() == 1 else values
             values = values.expand(batch, length, *values.shape[2:])
             packed[name] = values.flatten(0, 1)[documents.tokens.to(values.device)][None]
     packed["attention_mask"] = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from scipy.stats import ttest_1samp
+from scipy import stats
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach
@@ -169,7 +169,7 @@ def _run(cell, folder):
         states = pooled(model, held_out, mask.to_table(length), separator)
         cosines[kind] = torch.cosine_similarity(states, target)
     gain = (cosines["every"] - cosines["last"]).double().numpy()
-    low, high = map(float, ttest_1samp(gain, 0).confidence_interval(CONFIDENCE))
+    low, high = map(float, stats.ttest_1samp(gain, 0).confidence_interval(CONFIDENCE))
     means = {kind: values.mean().item() for kind, values in cosines.items()}
     return means | {"gain": float(gain.mean()), "low": low, "high": high}
 

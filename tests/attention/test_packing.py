@@ -381,6 +381,15 @@ def test_padding_that_stays(tiny_config, padding, kwargs, last_token):
     assert shapes == [(3, LENGTH)] * 2
 
 
+def test_positions_that_all_sequences_share(tiny_config):
+    """As a stock BERT takes them: `(n,)`."""
+    model = model_of(tiny_config, pattern="window", skip_padding=True).eval()
+    position = torch.arange(LENGTH).flip(0)
+    with torch.no_grad():
+        got, want = (model(IDS, PADDING, position_ids=each) for each in (position, position.expand(3, LENGTH)))
+    assert torch.equal(got.last_hidden_state, want.last_hidden_state)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
