@@ -92,8 +92,9 @@ def compare_encoders(
     """
     dense, sparse = (encoders[kind] for kind in KINDS)
     part = min(split, dense.length)
+    in_parts_too = part < sparse.length
     special = dense.tokenizer.num_special_tokens_to_add() * math.ceil(sparse.length / part)
-    read = {text: beginning(dense.tokenizer, text, sparse.length - special) for text in texts}
+    read = {text: beginning(dense.tokenizer, text, sparse.length - special) for text in texts if in_parts_too}
 
     def in_parts(system, texts):
         return encode_long(system, [read[text] for text in texts], split=part)
@@ -102,7 +103,7 @@ def compare_encoders(
     for kind in KINDS:
         for name, system in systems_of(encoders[kind], precisions, texts).items():
             functions[f"{kind} {name}"] = system.encode
-            if kind == "dense" and part < sparse.length:
+            if kind == "dense" and in_parts_too:
                 functions[f"{SPLIT} {name}"] = partial(in_parts, system)
     begin = time.perf_counter()
     reference = dense.encode(texts)

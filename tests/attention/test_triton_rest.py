@@ -15,8 +15,10 @@ import torch
 from test_attention import case_of, kept, laid_out, make_mask, make_padding, named
 from test_triton import Recorded, poison, use_lists  # noqa: F401
 
-from sparsebert.attention.backends import prepared
+from sparsebert.attention.backends import prepared, refusal
+from sparsebert.attention.capabilities import Request
 from sparsebert.attention.kernels import triton as backend
+from sparsebert.attention.kernels import triton_launch
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import Rest
 
@@ -152,14 +154,31 @@ def test_the_operator_does_the_same():
     assert all(torch.equal(results[name], want) for name, want in plain.items())
 
 
+def test_what_adds_to_a_gradient_is_not_timed(monkeypatch):
+    """Heads of 128 have two configurations of the kernel that adds to it."""
+    use_lists(monkeypatch)
+    numbers = {}
+
+    def launch(kernel, grid, arguments, constants, choices, bucket):
+        numbers[constants.get("GRADIENT")] = len(choices)
+        triton_launch.launch(kernel, grid, arguments, constants, choices, bucket)
+
+    monkeypatch.setattr(backend, "launch", launch)
+    problem = Problem(length=9, mask="dam_s", head_size=128, terms="distances")
+    results_of(problem.attention, problem.tensors, problem.grad)
+    assert numbers[True] == 1 < numbers[False]
+
+
 def test_no_order_no_deterministic_gradient():
-    problem = Problem(length=20, mask="dam_s", terms="distances")
+    shape = (DEVICE.type, torch.float32, 2, 1, 20, 20, 32)
+    requests = [Request(*shape, gradients=given, needs=frozenset({"distance_bias"})) for given in (False, True)]
+    assert [refusal("sparse_triton", request) for request in requests] == [None, None]
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="no deterministic gradient of a bias per distance: use sparse_eager"):
-            results_of(problem.attention, problem.tensors, problem.grad)
+        before, after = (refusal("sparse_triton", request) for request in requests)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert before is None and after == "its gradient of a bias per distance is not deterministic"
 
 
 def test_keys_are_counted_as_with_padding():

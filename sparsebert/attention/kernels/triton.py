@@ -161,7 +161,7 @@ def _kernel_arguments(query, key, value, tiles, padding, spans, first, last, see
     sequences, numbers = [padding, spans, first, last, seed], [*strides, *token_strides, *sizes, *factors]
 
     def choices(kernel):
-        given = [tensor is not None for tensor in (seed, more[0], more[4])]
+        given = [tensor is not None for tensor in (seed, more[0], more[_DISTANCES - _REST.start])]
         return configurations(kernel, query.shape[3], *_hardware(query), *given)
 
     return tiles, sequences, numbers, constants, (special, special and special_rows), choices
@@ -202,8 +202,6 @@ def _backward(output_grad, learned, query, key, value, output, lse, *mask):
     Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`, with a rest those of its
     key, value and score, and of the bias per distance if that is `learned`: a list.
     """
-    if learned and torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError("sparse_triton has no deterministic gradient of a bias per distance: use sparse_eager")
     gradients = [torch.empty_like(output) for _ in range(3)]
     tiles, sequences, numbers, constants, (special, special_rows), choices = _kernel_arguments(
         query, key, value, *mask
@@ -212,6 +210,8 @@ def _backward(output_grad, learned, query, key, value, output, lse, *mask):
     rest_key, rest_value, *_ = mask[_REST]
     distances = mask[_DISTANCES]
     distance_grad = torch.zeros_like(distances) if learned else None
+    # To choose among several, a kernel is run again and again, which would add as often to this gradient.
+    most = 1 if learned else None
 
     def sums_over(programs):
         return None if rest_key is None else lse.new_empty(batch, num_heads, programs, 2 * head_size + 1)
@@ -224,7 +224,7 @@ def _backward(output_grad, learned, query, key, value, output, lse, *mask):
             [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *sequences, rest_key, rest_value]
             + [sums, distances, distance_grad, *numbers],
             constants | {"ROWS": max(_bucket(length), TILE)},
-            choices("short_backward"),
+            choices("short_backward")[:most],
             max(_bucket(length), TILE),
         )
     else:
@@ -239,7 +239,7 @@ def _backward(output_grad, learned, query, key, value, output, lse, *mask):
             [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *sequences]
             + [rest_key, rest_value, None, None, sums, distances, distance_grad, *numbers],
             constants | {"SHORT": False, "GRADIENT": True},
-            choices("query_grad"),
+            choices("query_grad")[:most],
             bucket,
         )
         launch(

@@ -100,6 +100,8 @@ def refuse(request: Request) -> str | None:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if on_cpu and request.dtype == torch.bfloat16:
         return "Triton's interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
+    if "distance_bias" in request.needs and request.gradients and torch.are_deterministic_algorithms_enabled():
+        return "its gradient of a bias per distance is not deterministic"
     if in_func_grad():
         return NO_FUNC_GRADIENTS
     return None
