@@ -212,28 +212,65 @@ def _exhaustive(table):
 
 def _grow(table, rng):
     """
-    Grow a long chain towards the tokens with the fewest ways on (Warnsdorff) and, where it is stuck, by rotation
-    (Posa): a link from the end back into the chain makes a cycle, which is opened elsewhere.
+    Grow a long chain: at both ends towards the tokens with the fewest ways on (Warnsdorff), by insertion and, where
+    it is stuck, by rotation (Posa: a link back into the chain makes a cycle, which is opened elsewhere).
     """
     length = len(table)
-    free, ways_on = np.ones(length, dtype=bool), table.sum(0)  # to free tokens
-    chain, token = np.empty(0, dtype=int), rng.integers(length)
+    symmetric = np.array_equal(table, table.T)
+    free = np.ones(length, dtype=bool)
+    ways_on = table.sum(0)  # to free tokens
+
+    def take(token):
+        free[token] = False
+        ways_on[table[token]] -= 1
+        return token
+
+    chain = np.array([take(rng.integers(length))])
     for _ in range(STEPS_PER_TOKEN * length):
-        if token is not None:
-            chain = np.append(chain, token)
-            free[token] = False
-            ways_on[table[token]] -= 1
         if len(chain) == length:
             break
         after = np.flatnonzero(table[:, chain[-1]] & free)
-        token = rng.choice(after[ways_on[after] == ways_on[after].min()]) if len(after) else None
-        if token is None and len(joined := np.flatnonzero(table[chain, chain[-1]][:-1])):
-            first = rng.choice(joined)
-            # The cycle from `first` to the end is opened before a token that may follow the part before the cycle.
-            openings = np.arange(first + 1, len(chain))
-            if first:
-                openings = openings[table[chain[first + 1 :], chain[first - 1]]]
-            if len(openings):
-                opening = rng.choice(openings)
-                chain = np.concatenate([chain[:first], chain[opening:], chain[first:opening]])
+        before = np.flatnonzero(table[chain[0]] & free)
+        if len(after):
+            chain = np.append(chain, take(_fewest(after, ways_on, rng)))
+        elif len(before):
+            chain = np.insert(chain, 0, take(_fewest(before, ways_on, rng)))
+        elif (place := _insertion(table, chain, np.flatnonzero(free), rng)) is not None:
+            chain = np.insert(chain, place[0], take(place[1]))
+        else:
+            chain = _rotate(table, chain, symmetric, rng)
+            if symmetric and rng.random() < 0.5:
+                chain = chain[::-1]
     return chain
+
+
+def _fewest(tokens, ways_on, rng):
+    fewest = tokens[ways_on[tokens] == ways_on[tokens].min()]
+    return int(fewest[rng.integers(len(fewest))])
+
+
+def _insertion(table, chain, tokens, rng):
+    """Where one of a few free tokens fits into the chain, as `(place, token)`, or `None`."""
+    for token in rng.permutation(tokens)[:4]:
+        places = np.flatnonzero(table[token, chain[:-1]] & table[chain[1:], token])
+        if len(places):
+            return places[rng.integers(len(places))] + 1, int(token)
+    return None
+
+
+def _rotate(table, chain, symmetric, rng):
+    """The same tokens in an order with another end."""
+    joined = np.flatnonzero(table[chain, chain[-1]][:-1])
+    if not len(joined):
+        return chain
+    first = joined[rng.integers(len(joined))]
+    if symmetric and (first == len(chain) - 2 or rng.random() < 0.5):
+        return np.concatenate([chain[: first + 1], chain[:first:-1]])
+    # The cycle from `first` to the end is opened before a token that may follow the part before the cycle.
+    openings = np.arange(first + 1, len(chain))
+    if first:
+        openings = openings[table[chain[first + 1 :], chain[first - 1]]]
+    if not len(openings):
+        return chain
+    opening = openings[rng.integers(len(openings))]
+    return np.concatenate([chain[:first], chain[opening:], chain[first:opening]])
