@@ -30,7 +30,7 @@ from .tables import Table
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
+PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy", "sentence-transformers", "openvino", "nncf")
 # The checks of each dtype and head size: inference, and training.
 PHASES: tuple[dict[str, Any], ...] = (
     {},
