@@ -96,6 +96,7 @@ TABLES = {
     "encoders_encode.ratios": lambda: [encoders.tables(_read("encoders_encode_cpu")["cells"])["ratios"]],
     "encoders_learned.ratios": lambda: [encoders.tables(_read("encoders_learned_cpu")["cells"])["ratios"]],
     "encoders_base.ratios": lambda: [encoders.tables(_read("encoders_base_cpu")["cells"])["ratios"]],
+    "encoders_mpnet.ratios": lambda: [encoders.tables(_read("encoders_mpnet_cpu")["cells"])["ratios"]],
     "encoders_zen3.ratios": lambda: [encoders.tables(_read("encoders_zen3_cpu")["cells"])["ratios"]],
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [

@@ -98,11 +98,12 @@ def tile_quality(length=512):
             settings = cell["settings"]
             if settings["length"] == length:
                 name = settings["mask"] if settings.get("symmetric", True) else f"{settings['mask']}, signed"
-                rows.setdefault((name, settings["mask"], bool(settings["recover"])), []).append(cell["metrics"])
+                row = name, settings["mask"], settings["sparsity"], bool(settings["recover"])
+                rows.setdefault(row, []).append(cell["metrics"])
     body = []
-    for (name, mask, recovered), found in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
+    for (name, mask, sparsity, recovered), found in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
         live = [metrics["live_tiles"] for metrics in found if "live_tiles" in metrics]
-        if not live and mask in counted:
+        if not live and mask in counted and sparsity == 0.9:
             live = [mask_tile_shares(counted[mask], length, TILE)[0]]
         after = f"{fmean(metrics['cosine'] for metrics in found):.3f}" if recovered else ""
         removed, share = fmean(metrics["removed"] for metrics in found), f"{fmean(live):.0%}" if live else ""

@@ -35,8 +35,8 @@ def quantize(model: Model) -> Model:
     """
     Run the linear layers of an encoder in int8, with PyTorch's dynamic quantization: weights are rounded once, per
     output channel, and activations in every call, by their range in the whole batch. Embeddings, attention with its
-    mask, normalization and heads stay in float32. The quantized model is for inference on CPUs: it can neither be
-    trained nor saved.
+    mask, normalization and heads stay in float32. How much the outputs change depends on the model, so compare them.
+    The quantized model is for inference on CPUs: it can neither be trained nor saved.
 
     Args:
         model (`PreTrainedModel`): A base model or head in float32 on the CPU, dense or with a mask.
