@@ -65,9 +65,6 @@ def listed_rows(
         first, last, tile_columns, rest_key, rest_value, rest_score, removed, scores, rest_parts, scale, scaling,
         keep_scale, BLOCK_Q, HEAD, BLOCK_Q, DIAGONAL_OFF, SPECIAL_ROWS, GRADIENT,
     )  # fmt: skip
-    if SPECIAL:  # after the loops nothing would hide the time that this takes
-        special_k = tl.load(key + specials[:, None] * k_n + d[None, :], mask=valid[:, None], other=0.0)
-        special_v = tl.load(value + specials[:, None] * v_n + d[None, :], mask=valid[:, None], other=0.0)
     line = (head * tile_rows + block) * (tile_columns + 1)
     # A block of padding has nothing to do.
     begin = tl.where((block + 1) * BLOCK_Q <= begin * BLOCK_K, end, begin)
@@ -131,6 +128,8 @@ def listed_rows(
         seen = valid
         if padding is not None:
             seen = valid & (tl.load(padding + specials) != 0)
+        k = tl.load(key + specials[:, None] * k_n + d[None, :], mask=valid[:, None], other=0.0)
+        v = tl.load(value + specials[:, None] * v_n + d[None, :], mask=valid[:, None], other=0.0)
         index = tl.load(tiles + block * tile_columns + specials // BLOCK_K)
         bits = tl.load(pool + index[None, :] * BLOCK_Q + row_lane[:, None])
         listed = bit_at(bits, (specials % BLOCK_K)[None, :])
@@ -139,8 +138,8 @@ def listed_rows(
         if seed is not None:
             kept = kept_at(seed, bh, rows[:, None], specials[None, :], threshold)
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, special_k, special_v, rows, specials, keep, kept, distances,
-            distance_grad, length, scale, keep_scale, GRADIENT,
+            acc, top, total, q, do, row_lse, row_delta, k, v, rows, specials, keep, kept, distances, distance_grad,
+            length, scale, keep_scale, GRADIENT,
         )  # fmt: skip
         if SPECIAL_ROWS:
             if first is not None:
