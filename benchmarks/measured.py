@@ -96,8 +96,13 @@ TABLES = {
     "encoders_encode.ratios": lambda: [encoders.tables(_read("encoders_encode_cpu")["cells"])["ratios"]],
     "encoders_learned.ratios": lambda: [encoders.tables(_read("encoders_learned_cpu")["cells"])["ratios"]],
     "encoders_base.ratios": lambda: [encoders.tables(_read("encoders_base_cpu")["cells"])["ratios"]],
-    "encoders_mpnet.ratios": lambda: [encoders.tables(_read("encoders_mpnet_cpu")["cells"])["ratios"]],
-    "encoders_zen3.ratios": lambda: [encoders.tables(_read("encoders_zen3_cpu")["cells"])["ratios"]],
+    **{
+        f"encoders_{name}.{kind}": lambda name=name, kind=kind: [
+            encoders.tables(_read(f"encoders_{name}_cpu")["cells"])[kind]
+        ]
+        for name in ("mpnet", "zen3")
+        for kind in ("ratios", "cosines", "operator")
+    },
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [
         long_inputs.table(_read("long_inputs_cpu")["cells"], ("dense", "same offsets"), with_memory=False)
