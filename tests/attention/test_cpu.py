@@ -8,7 +8,6 @@ import copy
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from transformers.utils import logging
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.kernels import compilation, cpu
 from sparsebert.attention.kernels.compilation import LEVELS, library_name
-from sparsebert.attention.kernels.cpu import compressed_rows, find_level, signed_offsets, sleeping_threads, unavailable
+from sparsebert.attention.kernels.cpu import compressed_rows, find_level, in_engine, signed_offsets, unavailable
 from sparsebert.masks.expansion import signed_parameters
 
 
@@ -593,16 +592,21 @@ def test_packed_sequences_get_what_they_get_alone(number):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_threads_that_sleep_between_loops():
-    """The same results as on PyTorch's threads, again and again, also for several callers at once."""
+def test_calls_of_an_inference_engine():
+    """
+    The same results, in the memory of the engine and on threads that sleep between loops, again and again, also for
+    several callers at once.
+    """
     mask = build_pattern("window", 200, 4, window_size=9)
     query, key, value = torch.randn(3, 2, 4, 200, 32).unbind()
+    want = sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
 
-    def run(loop=sleeping_threads):
-        with loop():
-            return sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+    def run():
+        output = torch.full((2, 200, 4, 32), torch.nan)
+        with in_engine(output):
+            sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+        return output.transpose(1, 2)
 
-    want = run(nullcontext)
     assert all(torch.equal(run(), want) for _ in range(20))
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(each, want) for each in pool.map(lambda _: run(), range(40)))

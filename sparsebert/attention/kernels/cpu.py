@@ -104,7 +104,7 @@ def _run(function, arrays, rest, grads, begin, end, columns, padding, last, star
     grad_rest, grad_distances = grads
     pointers = (begin, end, columns, padding, last, starts, bias, keys, rest, grad_rest, distances, grad_distances)
     operator, loops = _operator()
-    parallel_for = loops[getattr(_loop, "name", "torch_parallel_for")]
+    parallel_for = loops["sleeping_parallel_for" if hasattr(_engine, "output") else "torch_parallel_for"]
     query = arrays[0]
     error = operator[function](
         _pack(
@@ -151,6 +151,8 @@ def _rest_shape(sizes, bias):
 
 def _forward(query, key, value, *mask):
     output, rest = _forward_shapes(query, key, value, *mask)
+    if hasattr(_engine, "output"):
+        output = _engine.output.view(output.transpose(1, 2).shape).transpose(1, 2)
     _run("csr_attention", (query, key, value, output), rest, (None, None), *mask)
     return output, rest
 
@@ -289,18 +291,21 @@ def _operator():
     return functions, {name: ctypes.cast(getattr(home, name), ctypes.c_void_p).value for name, home in loops.items()}
 
 
-# The loop that calls on a thread use, if it is not PyTorch's.
-_loop = threading.local()
+# The memory for the output of calls on a thread, if they are those of an inference engine.
+_engine = threading.local()
 
 
 @contextmanager
-def sleeping_threads() -> Iterator[None]:
-    """Inside, calls on this thread use threads that sleep between them, see `sleeping_threads.h`."""
-    _loop.name = "sleeping_parallel_for"
+def in_engine(output: torch.Tensor) -> Iterator[None]:
+    """
+    Inside, a call on this thread writes to `output`, which is contiguous with shape `(B, n, H, d)`, and uses threads
+    that sleep between calls, see `sleeping_threads.h`.
+    """
+    _engine.output = output
     try:
         yield
     finally:
-        del _loop.name
+        del _engine.output
 
 
 @functools.cache

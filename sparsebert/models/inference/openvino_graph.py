@@ -31,7 +31,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ...attention.backends import run_backend
-from ...attention.kernels.cpu import sleeping_threads
+from ...attention.kernels.cpu import in_engine
 from ...attention.mask_inputs import MaskInputs
 from ...files import GRAPH_FILES, failed_to_write
 
@@ -103,10 +103,12 @@ class SparseAttentionOperator(openvino.Op):
             query, key, value = states
             if key.shape[1] != query.shape[1]:  # several query heads share a key head
                 key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-            with sleeping_threads():
-                output = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
-            # NumPy copies on this thread: those of PyTorch would wait busily afterwards.
-            np.copyto(outputs[0].data, _as_numpy(output))
+            output = _as_torch(outputs[0])
+            with in_engine(output):
+                found = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
+            if found.data_ptr() != output.data_ptr():
+                # NumPy copies on this thread: those of PyTorch would wait busily afterwards.
+                np.copyto(outputs[0].data, _as_numpy(found))
         except BaseException as error:
             call.error = error
             raise
