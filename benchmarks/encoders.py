@@ -175,7 +175,7 @@ def make_models(name, options):
 
 def make_masks(length, num_heads, options):
     """The masks of a length, by the kind of system."""
-    mask = build_mask(options.mask, length, num_heads, options.seed)
+    mask = build_mask(options.mask, length, num_heads, options.seed, all_layers=True)
     diagonal = torch.arange(length).expand(mask.keep.shape[-2], -1) == 0
     return {"sparse": mask, LIMIT: SparseMask(diagonal, length, form="offsets")}
 

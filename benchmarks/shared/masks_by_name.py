@@ -10,13 +10,14 @@ import torch
 
 from sparsebert import SparseMask, build_pattern
 from sparsebert.masks.expansion import special_entries
+from sparsebert.models.attaching import read_mask
 
 
 FOLDER = Path(__file__).parents[1] / "masks"
 TILE_SIZE = 64
 HELP = (
     "dam_s[:DENSITY], random offsets; dam_u[:DENSITY], random entries; toeplitz64[:LIVE], random tile diagonals; "
-    "window[:SIZE], a band and a global first token; learned:FOLDER[@LAYER], of benchmarks/masks/ or any other"
+    "window[:SIZE], a band and a global first token; learned:MASK[@LAYER], of benchmarks/masks/ or any other"
 )
 
 
@@ -69,24 +70,26 @@ def window(length, num_heads, generator, size=64):
 GENERATED = {"dam_s": dam_s, "dam_u": dam_u, "toeplitz64": toeplitz64, "window": window}
 
 
-def _learned(folder, num_heads):
-    folder, _, layer = folder.partition("@")
-    path = FOLDER / folder
-    mask = SparseMask.from_pretrained(path if path.is_dir() else folder)
+def _learned(name, num_heads, all_layers):
+    name, _, layer = name.partition("@")
+    path = FOLDER / name
+    mask = read_mask(str(path) if path.is_dir() else name)
     if num_heads % mask.num_heads:
-        raise ValueError(f"mask {folder!r} has {mask.num_heads} heads, which do not divide {num_heads}")
+        raise ValueError(f"mask {name!r} has {mask.num_heads} heads, which do not divide {num_heads}")
+    if all_layers and not layer:
+        return mask
     layer = int(layer or 0)
     if not layer < mask.num_layers:
-        raise ValueError(f"mask {folder!r} has {mask.num_layers} layers, got layer {layer}")
+        raise ValueError(f"mask {name!r} has {mask.num_layers} layers, got layer {layer}")
     keep = mask.keep[layer : layer + 1].repeat_interleave(num_heads // mask.num_heads, dim=1)
     return mask.replace(keep=keep)
 
 
-def build_mask(name, length, num_heads, seed=0):
-    """A mask of one layer."""
+def build_mask(name, length, num_heads, seed=0, all_layers=False):
+    """A mask of one layer, or with `all_layers` of all that a learned one has."""
     kind, _, value = name.partition(":")
     if kind == "learned":
-        return _learned(value, num_heads)
+        return _learned(value, num_heads, all_layers)
     if kind not in GENERATED:
         raise ValueError(f"unknown mask {name!r}, allowed: {HELP}")
     generator = torch.Generator().manual_seed(seed)

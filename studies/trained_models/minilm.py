@@ -288,7 +288,9 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
         lines.setdefault(f"{mask}, {sparsity:.0%}", []).append((mean(times[key]), mean(cosines[key]), None))
     along = ", ".join(map(str, sorted({length for _, _, length in times})))
     x = f"inference, dense / masked; along a line: {along} tokens"
-    plot_lines(lines, path, title, x, "cosine to the dense model, after recovery")
+    recovered = all(cell["settings"]["recover"] for cell in finished.values())
+    y = f"cosine to the dense model, after recovery{'' if recovered else ' if there was one'}"
+    plot_lines(lines, path, title, x, y)
 
 
 EXPERIMENT = Experiment(

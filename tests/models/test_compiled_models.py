@@ -191,6 +191,15 @@ def test_low_precisions(tmp_path):
             assert torch.equal(outputs(load(tmp_path), BATCHES[0]).last_hidden_state[REAL], got)
 
 
+@pytest.mark.parametrize("backend", ["sparse_cpu", "sparse_sdpa"])
+def test_autocast_changes_nothing(backend):
+    engine = compiled(a_model())
+    engine.set_attn_implementation(backend)
+    want = outputs(engine, BATCHES[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(outputs(engine, BATCHES[0]).last_hidden_state, want.last_hidden_state)
+
+
 def test_auto_takes_what_is_fastest_within_the_loss(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(compiling.logger, "warning", said.append)
