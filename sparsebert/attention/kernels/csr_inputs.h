@@ -70,7 +70,9 @@ struct Rows {
         for (int64_t c = 0; c < d; ++c) p[c] = from[c];
     } else {
       auto p = reinterpret_cast<uint16_t*>(to);
-      if (dtype == BFLOAT16)
+      if (dtype == BFLOAT16 && d == D)
+        for (int64_t c = 0; c < D; ++c) p[c] = to_bfloat16(from[c]);
+      else if (dtype == BFLOAT16)
         for (int64_t c = 0; c < d; ++c) p[c] = to_bfloat16(from[c]);
       else
         for (int64_t c = 0; c < d; ++c) p[c] = to_float16(from[c]);

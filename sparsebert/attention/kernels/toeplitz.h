@@ -108,20 +108,20 @@ inline void add_values(float* weights, const float* values, const int32_t* place
   }
 }
 
-// The same for keys that W queries share; a weight of 0 hides its value.
+// sums = the values of keys that W queries share times their weights; a weight of 0 hides its value.
 template <class Format, int D>
-inline void add_guarded(const float* weights, const float* values, const int32_t* places, int64_t count, float* sums) {
+inline void set_guarded(const float* weights, const float* values, const int32_t* places, int64_t count, float* sums) {
   constexpr int64_t size = Format::size, R = D / size;
-  for (int64_t t = 0; t < count; ++t)
-    for (int64_t l = 0; l < W; ++l) {
+  for (int64_t l = 0; l < W; ++l) {
+    Vec sum[D / W] = {};
+    for (int64_t t = 0; t < count; ++t) {
       if (weights[t * W + l] == 0) continue;
-      Vec sum[D / W];
-      read_vecs<D>(sums + l * D, sum);
       for (int64_t c = 0; c < R / W; ++c)
         Format::add_rows(sum + c * size, Format::weights(broadcast(weights[t * W + l]), Vec{}),
                          load(values + places[t] * R + c * W), Vec{});
-      for (int64_t c = 0; c < D / W; ++c) store(sums + l * D + c * W, sum[c]);
     }
+    for (int64_t c = 0; c < D / W; ++c) store(sums + l * D + c * W, sum[c]);
+  }
 }
 
 // scores[j] = query . key j for N W keys
@@ -352,8 +352,7 @@ struct Toeplitz {
     }
     const Vec inverse = p.rest ? softmax_numerators_of_each<Format, true>(own, count, score_scale, s.num_real)
                                : softmax_numerators_of_each<Format, false>(own, count, score_scale, s.num_real);
-    std::fill_n(sums.data(), W * D, 0.0f);
-    add_guarded<Format, D>(shared, value(0), special, specials, sums.data());
+    set_guarded<Format, D>(shared, value(0), special, specials, sums.data());
     add_values<Format, D, SHIFTED>(own, value(origin), begin, listed, sums.data());
     for (int64_t l = 0; l < W; ++l) set_output(sums.data() + l * D, broadcast(inverse[l]), sums.data() + l * D);
   }
@@ -390,8 +389,7 @@ struct Toeplitz {
     for (int64_t t = 0; t < count; t += W) store(scores.data() + t, load(scores.data() + t) * score_scale);
     const Vec total = softmax_numerators(scores.data(), count);
     const Vec inverse = total == 0.0f ? Vec{} : 1.0f / total;
-    std::fill_n(parts.data(), W * D, 0.0f);
-    if (others) add_guarded<Format, D>(scores.data(), value(0), &rest, 1, parts.data());
+    set_guarded<Format, D>(scores.data(), value(0), &rest, others ? 1 : 0, parts.data());
     // A weight of 0 would not hide its own value.
     if (!mask.self) std::swap_ranges(value(r), value(r) + R, hidden.data());
     add_values<Format, D, true>(own, value(from), steps.data(), vectors, parts.data());
