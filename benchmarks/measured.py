@@ -135,6 +135,7 @@ TABLES = {
         f"reproduce.{name}.rest": lambda name=name: reproduced(name, REPRODUCED / "rest")
         for name in ("minilm", "minilm_settings", "minilm_task_masks", "minilm_tasks", "sentences")
     },
+    "reproduce.minilm.rest.paper": lambda: reproduced("minilm", REPRODUCED / "rest", scale="paper"),
     "reproduce.minilm.mpnet": lambda: reproduced("minilm", REPRODUCED / "mpnet"),
     **{
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
