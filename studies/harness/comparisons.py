@@ -62,10 +62,10 @@ def against(values: Mapping[Any, Seeds], digits: int, baseline: Callable[[Any], 
 def with_task_mean(scores: Mapping[str, Mapping[str, Seeds]]) -> dict[str, Mapping[str, Seeds]]:
     """
     Scores by task and system, with the task `"mean"` over all of them, for the seeds that have all. Tasks with a
-    single seed, which would leave one seed of the others, are left out of it if there are tasks with several.
+    single seed, which would leave one seed of the others, are left out of it if at least two tasks have several.
     """
     several = {task: systems for task, systems in scores.items() if all(len(seeds) > 1 for seeds in systems.values())}
-    tasks = list((several or scores).values())
+    tasks = list((several if len(several) > 1 else scores).values())
     means = {}
     for system, values in tasks[0].items():
         seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in tasks)]

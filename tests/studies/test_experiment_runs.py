@@ -515,9 +515,10 @@ def test_the_mean_over_tasks_is_of_the_seeds_that_have_all():
     scores |= {"cola": {"dense": {0: 40.0, 1: 44.0}, "mask": {0: 43.0, 1: 44.0}}}
     mean = {"dense": {0: 50.0, 1: 53.0}, "mask": {0: 50.5, 1: 52.5}}
     assert with_task_mean(scores)["mean"] == mean
-    # A task with a single seed is not in the mean, unless no task has several.
+    # A task with a single seed is not in the mean, unless fewer than two have several.
     single = {"sst2": {"dense": {0: 90.0}, "mask": {0: 80.0}}}
     assert with_task_mean(scores | single)["mean"] == mean
+    assert with_task_mean({"rte": scores["rte"]} | single)["mean"] == {"dense": {0: 75.0}, "mask": {0: 69.0}}
     one = {task: {system: {0: numbers[0]} for system, numbers in own.items()} for task, own in scores.items()}
     assert with_task_mean(one)["mean"] == {"dense": {0: 50.0}, "mask": {0: 50.5}}
     scores["cola"]["mask"] = {7: 44.0, 8: 43.0}  # without a seed that has all tasks
