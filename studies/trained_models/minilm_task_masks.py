@@ -144,8 +144,8 @@ def _summary(finished: Cells) -> list[Table]:
         "the fine-tuning, the search and random masks",
         "recovered: with weights that were adapted to the mask, on inputs of the task without their labels; "
         "removed on inputs: of the attention between the tokens that they have, mean over the tasks; mean: of the "
-        "tasks with several seeds, if there are two, for the seeds that have all of these; attention: what the fine-tuned model attends "
-        f"to most; {MATCHED}",
+        "tasks with several seeds, if there are two, for the seeds that have all of these; attention: what the "
+        f"fine-tuned model attends to most; {MATCHED}",
     )
     tables = [Table.of("Scores of fine-tuned models through masks", rows, notes)]
     if differences:
