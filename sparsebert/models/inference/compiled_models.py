@@ -91,12 +91,6 @@ class CompiledBase(CompiledModel):
     graph: Any
     limits: dict[str, int]  # by argument: how many ids it has
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs in the precision that the model was compiled in, under autocast too."""
-        stock: Any = super()
-        with torch.autocast("cpu", enabled=False):
-            return stock.__call__(*args, **kwargs)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         stock: Any = super()
         signature = inspect.signature(stock.forward)
@@ -108,6 +102,13 @@ class CompiledBase(CompiledModel):
         made: Any = cls
         made.forward, made.forward.__signature__ = forward, signature
         super().__init_subclass__(**kwargs)
+        with_mask = made.forward
+
+        def in_its_precision(self, *args, **kwargs):
+            with torch.autocast("cpu", enabled=False):  # also for what is made of the mask
+                return with_mask(self, *args, **kwargs)
+
+        made.forward, made.forward.__signature__ = in_its_precision, signature
 
 
 def check_not_compiled(model: Any, use: str) -> None:
