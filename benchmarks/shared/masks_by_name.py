@@ -81,8 +81,12 @@ def _learned(name, num_heads, all_layers):
     layer = int(layer or 0)
     if not layer < mask.num_layers:
         raise ValueError(f"mask {name!r} has {mask.num_layers} layers, got layer {layer}")
-    keep = mask.keep[layer : layer + 1].repeat_interleave(num_heads // mask.num_heads, dim=1)
-    return mask.replace(keep=keep)
+    own = {"keep": mask.keep}
+    if mask.rest_bias is not None:
+        own["rest_bias"] = mask.rest_bias.expand(mask.num_layers, -1)
+    repeats = num_heads // mask.num_heads
+    own = {name: values[layer : layer + 1].repeat_interleave(repeats, dim=1) for name, values in own.items()}
+    return mask.replace(**own)
 
 
 def build_mask(name, length, num_heads, seed=0, all_layers=False):

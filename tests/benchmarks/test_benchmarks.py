@@ -440,6 +440,13 @@ def test_learned_masks_are_read_and_repeated_over_heads(tmp_path):
     mask.save_pretrained(tmp_path / "learned")
     read = build_mask(f"learned:{tmp_path / 'learned'}", 32, 4)
     assert torch.equal(read.to_table()[0], mask.to_table()[0].repeat_interleave(2, dim=0))
+    layers = mask.replace(
+        keep=mask.keep.repeat(2, 1, 1), rest="mean", rest_bias=torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    )
+    layers.save_pretrained(tmp_path / "layers")
+    name = f"learned:{tmp_path / 'layers'}"
+    assert build_mask(f"{name}@1", 32, 4).rest_bias.tolist() == [[3.0, 3.0, 4.0, 4.0]]
+    assert build_mask(name, 32, 2, all_layers=True) == layers and build_mask(name, 32, 2) != layers
     with pytest.raises(ValueError, match="2 heads, which do not divide 3"):
         build_mask(f"learned:{tmp_path / 'learned'}", 32, 3)
     with pytest.raises(ValueError, match="unknown mask 'band'"):
