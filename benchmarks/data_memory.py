@@ -12,10 +12,8 @@ import argparse
 import datetime
 import itertools
 import json
-import lzma
 import multiprocessing
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -24,20 +22,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from sparsebert.analysis.pictures.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
-from sparsebert.files import replace_files
+from sparsebert.files import open_binary, replace_files
 
+from .shared.measure import resident
 from .shared.report import RESULTS, ROOT, hardware, make_table
 
 
 MEGABYTE = 1e6
 LENGTH, BATCH, VOCABULARY = 128, 32, 8000
 STREAM_BYTES = 20e9
-
-
-def resident():
-    """Memory of this process alone, in bytes: not that of files that are mapped into it."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
 
 
 class PeakMemory:
@@ -156,9 +149,8 @@ def measure_waiting(path, pattern, cache, steps):
 
 def cut(text, size, path):
     """The first `size` bytes of a text, to the end of a document."""
-    opener = lzma.open if Path(text).suffix == ".xz" else open
     left = size
-    with opener(text, "rb") as source, open(path, "wb") as target:
+    with open_binary(text) as source, open(path, "wb") as target:
         for line in source:
             target.write(line)
             left -= len(line)

@@ -20,7 +20,6 @@ Letters: B batch, n tokens of a sequence, D hidden size.
 
 import copy
 import json
-import lzma
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.analysis.encoder_comparison import in_precision
 from sparsebert.analysis.pictures.figures import COLORS, new_figure, save_figure
+from sparsebert.files import open_text
 from sparsebert.models.inference.compiling import MIN_COSINE, PRECISIONS
 from studies.shared.base_models import located
 
@@ -87,8 +87,7 @@ def make_tokens(name, config, batch, length, options):
     if name != options.weights or options.text is None:
         return torch.randint(5, config.vocab_size, (batch, length))
     words = AutoTokenizer.from_pretrained(located(name))
-    open_text = lzma.open if options.text.suffix == ".xz" else open
-    with open_text(options.text, "rt", encoding="utf-8") as file:
+    with open_text(options.text, newline=None) as file:
         # A token takes a few characters; a whole corpus is not needed.
         text = words(file.read(16 * batch * length), add_special_tokens=False, verbose=False)["input_ids"]
     inner, ids = length - 2, []
@@ -127,11 +126,6 @@ class OnnxModel(torch.nn.Module):
         return BaseModelOutput(last_hidden_state=torch.from_numpy(self.session.run(None, given)[0]))
 
 
-def in_openvino(model, precision, calibration):
-    """A copy of a model, compiled."""
-    return sparsebert.compile(copy.deepcopy(model), precision=precision, calibration=calibration)
-
-
 def with_static_shapes(model, ids):
     """A copy of a compiled model that takes batches of one shape only."""
     graph = model.graph
@@ -167,7 +161,8 @@ def make_models(name, options):
             if not engine:
                 models[system] = in_precision(kinds[kind], precision)
             elif engine == ["openvino"]:
-                models[system] = in_openvino(kinds[kind], precision, calibration)
+                model = copy.deepcopy(kinds[kind])
+                models[system] = sparsebert.compile(model, precision=precision, calibration=calibration)
             else:
                 models[system] = OnnxModel(stock, precision)
     return models
@@ -275,10 +270,9 @@ def measured(name, length, models, options):
     systems = {}
     for system, each in times.items():
         same = states[f"{system.split()[0]} float32"]
-        systems[system] = summary(each) | {
-            "cosine": torch.cosine_similarity(states[system], same, dim=-1).mean().item(),
-            "tokens_per_second": tokens / systems_median(each),
-        }
+        systems[system] = summary(each)
+        systems[system]["cosine"] = torch.cosine_similarity(states[system], same, dim=-1).mean().item()
+        systems[system]["tokens_per_second"] = tokens / (systems[system]["median_ms"] / 1e3)
         if system.startswith("sparse") and system.endswith("openvino") and not options.encode:
             systems[system]["operator_ms"] = operator_ms(models[system], ids)
     exact = [system for system in systems if systems[system]["cosine"] >= MIN_COSINE]
@@ -304,11 +298,6 @@ def measured(name, length, models, options):
         "best": best,
         "speed_up": ratios,
     }
-
-
-def systems_median(seconds):
-    """The median of some seconds, as that of [`summary`]."""
-    return summary(seconds)["median_ms"] / 1e3
 
 
 def of_kind(systems, kind):

@@ -21,10 +21,11 @@ from transformers import BertConfig, BertModel
 
 from sparsebert import attach
 
-from .data_memory import PeakMemory, resident
+from .data_memory import PeakMemory
 from .encoders import check
 from .padding import MODELS, VOCABULARY
 from .shared.masks_by_name import build_mask
+from .shared.measure import resident
 from .shared.report import FORWARD, argument_parser, earlier_cells, hardware_line, make_table, prepare, write_json
 
 

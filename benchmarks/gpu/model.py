@@ -337,11 +337,6 @@ def cells(gpu_name, factor, masks=MASKS):
     return rows
 
 
-def described(kernels):
-    """The kernels of a GPU for the report."""
-    return {name: asdict(kernel) for name, kernel in kernels.items()}
-
-
 def model():
     """Compile and predict everything: the content of the file."""
     factor, check = factor_of(GPUS["H100"])
@@ -352,7 +347,9 @@ def model():
         "published": PUBLISHED,
         "factor": factor,
         "check": check,
-        "kernels": {name: described(our_kernels(gpu)) for name, gpu in GPUS.items()},
+        "kernels": {
+            name: {kind: asdict(kernel) for kind, kernel in our_kernels(gpu).items()} for name, gpu in GPUS.items()
+        },
         "cells": [cell for name in GPUS for cell in cells(name, factor)],
     }
 

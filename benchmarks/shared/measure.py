@@ -4,8 +4,10 @@ Timing in turns, ratios with their intervals, and the gate that results must pas
 
 import gc
 import itertools
+import re
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -126,15 +128,20 @@ def summary(times):
     return dict(zip(("q25_ms", "median_ms", "q75_ms"), quartiles.tolist(), strict=True)) | {"rounds": len(times)}
 
 
-def speed_up(baseline, ours, seed=0):
+def speed_up(baseline, ours):
     """
     How much faster ours is: the ratio of medians, and its 95 % interval from resampling the rounds, which are pairs.
     """
-    drawn = np.random.default_rng(seed).integers(len(ours), size=(RESAMPLES, len(ours)))
+    drawn = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
     medians = [np.median(np.asarray(times)[drawn], axis=1) for times in (baseline, ours)]
     low, high = np.quantile(medians[0] / medians[1], (0.025, 0.975))
     ratio = statistics.median(baseline) / statistics.median(ours)
     return {"ratio": ratio, "low": float(low), "high": float(high)}
+
+
+def resident(field="RssAnon"):
+    """Memory of this process in bytes; by default its own alone, without that of files that are mapped into it."""
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def cpu_peak_bytes(function):

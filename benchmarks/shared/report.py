@@ -15,13 +15,13 @@ import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from sparsebert.analysis.doctor import DTYPES, cpu_name
 from sparsebert.analysis.tables import Table
+from sparsebert.attention.choosing.self_check_results import installed
 from sparsebert.files import replace_files
 
 
@@ -101,13 +101,6 @@ def _mkl():
     return found[1] if found else None
 
 
-def _version(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 @functools.cache
 def hardware():
     """Describe the machine."""
@@ -123,8 +116,8 @@ def hardware():
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
+        "transformers": installed("transformers"),
+        "triton": installed("triton"),
     }
 
 

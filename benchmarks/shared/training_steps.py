@@ -7,7 +7,6 @@ the steps of several models are timed in turns.
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from transformers import BertConfig, BertForPreTraining
 from sparsebert import SparseBertConfig, SparseBertForPreTraining
 
 from .masks_by_name import build_mask
+from .measure import resident
 from .report import ROOT
 
 
@@ -100,15 +100,11 @@ def make_step(spec):
     return step, loss
 
 
-def _resident(field):
-    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
 def _serve(spec):
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(spec["seed"])
     on_gpu = spec["device"] == "cuda"
-    before = 0 if on_gpu else _resident("VmRSS")
+    before = 0 if on_gpu else resident("VmRSS")
     if not on_gpu:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is not that of the model
     step, loss = make_step(spec)
@@ -117,7 +113,7 @@ def _serve(spec):
         start = time.perf_counter()
         step()
         seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM") - before
+        peak = torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before
         print(json.dumps({"seconds": seconds, "peak_bytes": peak}), flush=True)
 
 
