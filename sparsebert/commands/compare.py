@@ -6,7 +6,6 @@ Texts are pooled as the files of sentence-transformers beside the models say, ot
 model reads longer texts, the lines "split" show what is done without a mask: the mean of what a text's parts give.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 from ..analysis.encoder_comparison import (
@@ -18,7 +17,7 @@ from ..analysis.encoder_comparison import (
     verdict,
 )
 from ..checks import check_choice, check_range
-from ..data.documents import load_documents
+from ..data.documents import first_texts
 from ..hub import HubArguments
 from ..models.inference.compiling import PRECISIONS
 from ._command import Command, Results
@@ -66,8 +65,7 @@ def run(values):
     for name, least in (("length", 8), ("num_texts", 2), ("split", 8), ("rounds", 1)):
         check_range(name, getattr(options, name), least)
     hub_arguments = options.hub_arguments(*options.models)
-    documents = itertools.islice(load_documents(options.data, "all"), options.num_texts)
-    texts = ["\n".join(document) for document in documents]
+    texts = first_texts(options.data, options.num_texts)
     if len(texts) < 2:
         raise ValueError(
             f"data {options.data!r} must have at least 2 documents (in a text file, a blank line separates them), "

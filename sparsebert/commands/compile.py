@@ -5,12 +5,11 @@ The output folder is loaded with `sparsebert.load`, or by what calls `from_pretr
 sentence-transformers, `pipeline`, `AutoModel`. It is made for this kind of machine: keep the model that it is made of.
 """
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import check_choice, check_range
-from ..data.documents import load_documents
+from ..data.documents import first_texts
 from ..files import METRICS_NAME, check_other_folder, within, write_metrics
 from ..hub import HubArguments, read_tokenizer, without_secrets
 from ..models.inference.compiled_files import check_alone, check_not_compiled, write_compiled
@@ -76,10 +75,7 @@ def run(values):
         model = load_any(source, **hub_arguments)
         of_text = model.main_input_name == "input_ids"
         tokenizer = read_tokenizer(source, model.config, **hub_arguments) if of_text else None
-        texts = None
-        if options.data is not None:
-            documents = itertools.islice(load_documents(options.data, "all"), options.num_texts)
-            texts = ["\n".join(document) for document in documents]
+        texts = None if options.data is None else first_texts(options.data, options.num_texts)
         compile(model, options.engine, options.precision, texts, tokenizer, options.min_cosine)
         write_compiled(model, folder)
         if tokenizer is not None:

@@ -6,7 +6,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,6 +94,11 @@ def load_documents(
         return found if found is None or split == "all" else f"{found}-{split}-{holdout_every}"
 
     return Documents(documents_of(documents, source, split, holdout_every), fingerprint)
+
+
+def first_texts(source: str, number: int) -> list[str]:
+    """The first documents of a source, see [`load_documents`], each as a text."""
+    return ["\n".join(document) for document in islice(load_documents(source, "all"), number)]
 
 
 def documents_of(documents: Iterable[list[str]], source: Any, split: str, holdout_every: int) -> Iterator[list[str]]:

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sparsebert.data.tasks import glue
-from sparsebert.models.loading import carries_mask, load
 
 from ..shared.base_models import located
 from ..shared.recipe_sections import finetuned
@@ -61,8 +60,7 @@ def trained(
 
 def classifier(folder: Path, bf16: bool) -> Any:
     """A classifier, with its mask if it has one, in evaluation mode."""
-    model: Any = load(folder, AutoModelForSequenceClassification) if carries_mask(str(folder)) else None
-    model = (model or AutoModelForSequenceClassification.from_pretrained(folder)).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     return model.to(torch.bfloat16) if bf16 else model
 
 

