@@ -577,11 +577,6 @@ def test_each_length_is_compiled_once(tiny_config, batches):
     assert len(graphs) == len({batch["input_ids"].shape for batch in batches}) <= 4
 
 
-def test_pairs_cannot_be_packed(word_tokenizer):
-    with pytest.raises(ValueError, match="pack_documents true has no meaning with nsp true"):
-        pretraining_dataset(DOCUMENTS, word_tokenizer, 16, nsp=True, pack_documents=True)
-
-
 def test_skip_padding_is_saved(tiny_config, tmp_path):
     SparseBertModel(tiny_config(pattern="window", skip_padding=True)).save_pretrained(tmp_path)
     assert SparseBertModel.from_pretrained(tmp_path).config.skip_padding
