@@ -14,6 +14,7 @@ import torch
 
 from ..biases.bias_entries import REMOVED, token_entries
 from ..biases.offset_biases import OffsetBias, offset_place, offset_sums, offset_table
+from .cpu import empty_rows
 from .eager import power_of_two
 
 
@@ -34,12 +35,6 @@ _NUM_TENSORS = 9
 library.define(f"bias_attention({_INPUTS}) -> Tensor")
 # The gradient of the bias is empty if it is not `learned`.
 library.define(f"bias_attention_backward(Tensor grad, bool learned, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
-
-
-def _rows(tensor, dtype=None):
-    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)` that the host's next layer reads."""
-    rows = torch.empty_like(tensor.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format)
-    return rows.transpose(1, 2)
 
 
 def _kept(dropout):
@@ -139,7 +134,7 @@ def _table(query, bias, causal, block, tile, diagonal, symmetric):
 
 def _forward(query, key, value, bias, *rest):
     *_, causal, dropout, _, block, tile, diagonal, symmetric, _ = rest
-    output = _rows(query)
+    output = empty_rows(query)
     factor = 1 / _kept(dropout)[0]
     table, _ = _table(query, bias, causal, block, tile, diagonal, symmetric)
     for at, _, weights, keep, _, _ in _blocks(query, key, table, *rest):
@@ -154,7 +149,7 @@ def _backward(grad, learned, query, key, value, bias, *rest):
     table, num_rows = _table(query, bias, causal, block, tile, diagonal, symmetric)
     # Sums over blocks of queries are rounded once.
     dtype = query.dtype if num_rows >= query.shape[2] else table.dtype
-    dquery, dkey, dvalue = _rows(query), _rows(key, dtype), _rows(value, dtype)
+    dquery, dkey, dvalue = empty_rows(query), empty_rows(key, dtype), empty_rows(value, dtype)
     dbias = torch.zeros_like(table) if learned else table.new_empty(0)
     factor = 1 / _kept(dropout)[0]
     for at, place, weights, keep, buffer, free in _blocks(query, key, table, *rest):
@@ -187,12 +182,12 @@ library.impl("bias_attention_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("sparsebert::bias_attention", lib=library)
 def _forward_shape(query, key, value, *rest):
-    return _rows(query)
+    return empty_rows(query)
 
 
 @torch.library.register_fake("sparsebert::bias_attention_backward", lib=library)
 def _backward_shapes(grad, learned, query, key, value, bias, *rest):
-    return _rows(query), _rows(key), _rows(value), torch.empty_like(bias) if learned else bias.new_empty(0)
+    return *map(empty_rows, (query, key, value)), torch.empty_like(bias) if learned else bias.new_empty(0)
 
 
 def _remember(ctx, inputs, output):

@@ -54,11 +54,11 @@ _pack = struct.Struct("=28q13q18q2d").pack
 _NO_ARRAYS = (0,) * 12
 
 
-def empty_rows(tensor):
+def empty_rows(tensor, dtype=None):
     """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
     _, heads, rows, size = tensor.shape
     # Not a view, of which autograd would refuse changes in place.
-    return tensor.new_empty_strided(tensor.shape, (rows * heads * size, size, heads * size, 1))
+    return tensor.new_empty_strided(tensor.shape, (rows * heads * size, size, heads * size, 1), dtype=dtype)
 
 
 def fits(tensor, dtype, shape):
