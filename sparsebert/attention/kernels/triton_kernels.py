@@ -112,24 +112,14 @@ def row_kernel(
             o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL,
             SPECIAL_ROWS, False, GRADIENT,
         )  # fmt: skip
-    elif SPECIAL and SPECIAL_ROWS:
-        if block < 0:
-            dense_rows(
-                specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
-                output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key,
-                rest_value, rest_score, removed, scores, rest_parts, distances, distance_grad, bh, length,
-                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
-                SPECIALS, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, True, GRADIENT,
-            )  # fmt: skip
-        else:
-            listed_rows(
-                block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
-                lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
-                first, last, seed, rest_key, rest_value, rest_score, removed, scores, rest_parts, distances,
-                distance_grad, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
-                threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, GRADIENT,
-                STEP, PARTIAL,
-            )  # fmt: skip
+    elif SPECIAL and SPECIAL_ROWS and block < 0:
+        dense_rows(
+            specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
+            output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, rest_key, rest_value,
+            rest_score, removed, scores, rest_parts, distances, distance_grad, bh, length, tile_columns, q_n, k_n, v_n,
+            o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
+            SPECIAL_ROWS, True, GRADIENT,
+        )  # fmt: skip
     else:
         listed_rows(
             block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
@@ -180,20 +170,12 @@ def column_kernel(
         last = token_position(last, batch, last_b, length)
     specials, valid = special_tokens(first, last, SPECIALS)
 
-    if SPECIAL:
-        if block < 0:
-            dense_columns(
-                specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse,
-                output_grad, delta, key_grad, value_grad, padding, first, last, seed, distances, bh, length, q_n, k_n,
-                v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, STEP, DIAGONAL_OFF, CAUSAL,
-            )  # fmt: skip
-        else:
-            listed_columns(
-                block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
-                distances, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
-                keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, SPECIAL_ROWS, STEP, PARTIAL,
-            )  # fmt: skip
+    if SPECIAL and block < 0:
+        dense_columns(
+            specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse, output_grad,
+            delta, key_grad, value_grad, padding, first, last, seed, distances, bh, length, q_n, k_n, v_n, o_n, scale,
+            scaling, threshold, keep_scale, HEAD, STEP, DIAGONAL_OFF, CAUSAL,
+        )  # fmt: skip
     else:
         listed_columns(
             block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,

@@ -86,9 +86,7 @@ def listed_rows(
         columns = start + lane
         k = tl.load(key + columns[:, None] * k_n + d[None, :])
         v = tl.load(value + columns[:, None] * v_n + d[None, :])
-        kept = None
-        if seed is not None:
-            kept = kept_keys(seed, bh, rows, start, threshold, STEP)
+        kept = kept_keys(seed, bh, rows, start, threshold, STEP) if seed is not None else None
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, None, kept, distances, distance_grad,
             length, scale, keep_scale, GRADIENT,
@@ -115,9 +113,7 @@ def listed_rows(
             if words is not None:
                 bits &= real_word(words, tile, first_real, behind_real, holes)
             keep = bit_at(bits[:, None], (part + lane)[None, :])
-            kept = None
-            if seed is not None:
-                kept = kept_keys(seed, bh, rows, start, threshold, STEP)
+            kept = kept_keys(seed, bh, rows, start, threshold, STEP) if seed is not None else None
             acc, top, total = row_step(
                 acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, keep, kept, distances, distance_grad,
                 length, scale, keep_scale, GRADIENT,
@@ -134,9 +130,7 @@ def listed_rows(
         bits = tl.load(pool + index[None, :] * BLOCK_Q + row_lane[:, None])
         listed = bit_at(bits, (specials % BLOCK_K)[None, :])
         keep = guarded(seen[None, :] & ~listed, rows[:, None], specials[None, :], DIAGONAL_OFF, CAUSAL)
-        kept = None
-        if seed is not None:
-            kept = kept_at(seed, bh, rows[:, None], specials[None, :], threshold)
+        kept = kept_at(seed, bh, rows[:, None], specials[None, :], threshold) if seed is not None else None
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, rows, specials, keep, kept, distances, distance_grad,
             length, scale, keep_scale, GRADIENT,
@@ -180,9 +174,7 @@ def listed_columns(
         next_tile = tl.load(next_entry(full, step, stop_entry, SPLIT))
         rows = tile * BLOCK_Q + step % SPLIT * STEP + row_lane
         q, do, row_lse, row_delta = load_queries(rows, None, query, output_grad, lse, delta, q_n, o_n, HEAD)
-        kept = None
-        if seed is not None:
-            kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
+        kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold) if seed is not None else None
         dk, dv = column_step(
             dk, dv, k, v, q, do, row_lse, row_delta, rows, columns, None, kept, distances, length, scale,
             keep_scale,
@@ -202,9 +194,7 @@ def listed_columns(
             )
             bits = tl.load(pool + index * BLOCK_Q + part + row_lane)
             keep = bit_at(bits[None, :], lane[:, None])
-            kept = None
-            if seed is not None:
-                kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold)
+            kept = kept_queries(seed, bh, rows, block * BLOCK_K, threshold) if seed is not None else None
             dk, dv = column_step(
                 dk, dv, k, v, q, do, row_lse, row_delta, rows, columns, keep, kept, distances, length, scale,
                 keep_scale,
@@ -219,9 +209,7 @@ def listed_columns(
         bits = tl.load(pool + index * BLOCK_Q + specials % BLOCK_Q)
         listed = bit_at(bits[None, :], lane[:, None])
         keep = guarded(valid[None, :] & ~listed, specials[None, :], columns[:, None], DIAGONAL_OFF, CAUSAL)
-        kept = None
-        if seed is not None:
-            kept = kept_at(seed, bh, specials[None, :], columns[:, None], threshold)
+        kept = kept_at(seed, bh, specials[None, :], columns[:, None], threshold) if seed is not None else None
         dk, dv = column_step(
             dk, dv, k, v, q, do, row_lse, row_delta, specials, columns, keep, kept, distances, length, scale,
             keep_scale,
@@ -263,9 +251,7 @@ def dense_rows(
             rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
             holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL_ROWS, GATHERED,
         )  # fmt: skip
-        kept = None
-        if seed is not None:
-            kept = kept_keys(seed, bh, rows, step * STEP, threshold, STEP)
+        kept = kept_keys(seed, bh, rows, step * STEP, threshold, STEP) if seed is not None else None
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, rows, columns, keep, kept, distances, distance_grad,
             length, scale, keep_scale, GRADIENT,
@@ -293,9 +279,7 @@ def dense_columns(
         inside = rows < length
         q, do, row_lse, row_delta = load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD)
         keep = guarded(valid[:, None] & inside[None, :], rows[None, :], specials[:, None], DIAGONAL_OFF, CAUSAL)
-        kept = None
-        if seed is not None:
-            kept = kept_at(seed, bh, rows[None, :], specials[:, None], threshold)
+        kept = kept_at(seed, bh, rows[None, :], specials[:, None], threshold) if seed is not None else None
         dk, dv = column_step(
             dk, dv, k, v, q, do, row_lse, row_delta, rows, specials, keep, kept, distances, length, scale,
             keep_scale,
