@@ -222,7 +222,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[str | None]:
         before = _entries(folder)
         owner["alone"] = alone or not before
         _write_mark(mark, owner)
-        for file in folder.rglob(".*.tmp") if unfinished or not before else ():
+        for file in folder.rglob(".*.tmp") if unfinished or not before else folder.glob(f".{mark.name}.*.tmp"):
             if _TEMPORARY.fullmatch(file.name) and kind_of(file) == "file":
                 file.unlink()
         yield unfinished

@@ -16,6 +16,7 @@ from ..analysis.encoder_comparison import (
     read_encoder,
     verdict,
 )
+from ..attention.model_masks import sparse_attention_of
 from ..checks import check_choice, check_range
 from ..data.documents import first_texts
 from ..hub import HubArguments
@@ -77,4 +78,9 @@ def run(values):
     }
     found = compare_encoders(encoders, texts, options.precisions, options.split, options.rounds)
     found["verdict"] = verdict(found)
-    return Results(found, [comparison_table(found)], [found["verdict"]])
+    found["remarks"] = [
+        f"{source}, given as the {kind} model, has {'a' if kind == 'dense' else 'no'} mask."
+        for kind, source in zip(KINDS, options.models, strict=True)
+        if (sparse_attention_of(encoders[kind].model) is None) == (kind == "sparse")
+    ]
+    return Results(found, [comparison_table(found)], [*found["remarks"], found["verdict"]])

@@ -238,7 +238,7 @@ def bridges(mask: Any, num_layers: int) -> str:
     around += ["the rest"] if mask.rest != "none" else []
     layers = f"{num_layers} layer" + ("s" if num_layers > 1 else "")
     if not ranges:
-        bridged = f"{layers} bridge all distances of two tokens"
+        bridged = f"{layers} bridge{'s' if num_layers == 1 else ''} all distances of two tokens"
         return f"{bridged}, also without {' and '.join(around)}" if around else bridged
     shown = ", ".join(ranges[:_MOST_RANGES]) + (", ..." if len(ranges) > _MOST_RANGES else "")
     missing = f"{layers} cannot bridge distances of {shown} tokens"

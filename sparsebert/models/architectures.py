@@ -220,8 +220,14 @@ def input_shape(config: PreTrainedConfig, given: Mapping[str, Any]) -> tuple[int
     pixels = given.get("pixel_values")
     if torch.is_tensor(pixels):
         return pixels.shape[0], _num_patches(config, *pixels.shape[-2:]) + _class_tokens(config), pixels.device
-    states = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    return None if states is None else (states.shape[0], states.shape[1], states.device)
+    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    states = given.get(name)
+    if states is None:
+        return None
+    if not torch.is_tensor(states) or states.dim() < 2:
+        got = f"shape {tuple(states.shape)}" if torch.is_tensor(states) else type(states).__name__
+        raise ValueError(f"{name} must be a tensor of a batch of sequences, with a dimension for each, got {got}")
+    return states.shape[0], states.shape[1], states.device
 
 
 def cached_length(given: Mapping[str, Any]) -> int:

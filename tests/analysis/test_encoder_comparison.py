@@ -56,6 +56,12 @@ def test_compare(folders, capsys):
         assert 0 < rate["low"] <= rate["median"] <= rate["high"]
     assert found["encoders"]["sparse"] == {"length": 32, "pooling": "mean", "normalized": True}
     assert any(name in found["verdict"] for name in found["best"]) and "eploy" in found["verdict"]
+    assert found["remarks"] == []
+    words[1:3] = reversed(words[1:3])
+    assert main(words) == 0
+    first, second = json.loads(capsys.readouterr().out)["remarks"]
+    assert first.endswith("sparse, given as the dense model, has a mask.")
+    assert second.endswith("dense, given as the sparse model, has no mask.")
 
 
 @pytest.mark.parametrize(

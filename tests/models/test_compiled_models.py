@@ -160,10 +160,21 @@ def test_arguments_of_the_base_model(engines, masked):
     as_tuple = outputs(engine, BATCHES[0] | {"return_dict": False})
     assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], outputs(engine, BATCHES[0]).last_hidden_state)
     assert engine(IDS, PADDING)[0].shape == (3, LENGTH, 32)
+    assert_same(engine, model, {"input_ids": IDS, "position_ids": torch.arange(LENGTH).expand(3, -1) + 3})
     if masked:
-        assert_same(engine, model, {"input_ids": IDS, "position_ids": torch.arange(LENGTH).expand(3, -1) + 3})
         packed = {"input_ids": IDS[:1], "position_ids": torch.tensor([[*range(5), *range(7)]])}
         assert_same(engine, model, packed)
+
+
+@MASKED
+def test_rows_without_a_token(engines, masked):
+    """They are no NaN, as in the stock model, and change no other row."""
+    padding = PADDING.clone()
+    padding[1] = 0
+    found = outputs(engines(masked), {"input_ids": IDS, "attention_mask": padding}).last_hidden_state
+    want = outputs(a_model(masked=masked), {"input_ids": IDS, "attention_mask": padding}).last_hidden_state
+    torch.testing.assert_close(found[padding.bool()], want[padding.bool()], atol=1e-5, rtol=1e-4)
+    assert found.isfinite().all() and want.isfinite().all()
 
 
 def test_padding_costs_nothing(engines, monkeypatch):
@@ -317,6 +328,9 @@ REFUSED = {
     "no calibration": (a_model, {"precision": "int8"}, "'int8' needs calibration"),
     "no tokenizer": (a_model, {"calibration": ["text"]}, "give the model's tokenizer"),
     "numbers": (a_model, {"calibration": [1]}, "texts or dicts of tensors, got int"),
+    "one text": (a_model, {"calibration": "text"}, "must be a list of texts or of dicts of tensors, got a str"),
+    "one batch": (a_model, {"calibration": BATCHES[0]}, "must be a list of texts or of dicts of tensors, got a dict"),
+    "quantized": (lambda: sparsebert.quantize(a_model()), {}, "is quantized: compile the model as it was before"),
     "min_cosine": (a_model, {"min_cosine": 90}, "min_cosine must be a number from 0 to 1, got 90"),
 }
 
@@ -384,6 +398,8 @@ def test_what_the_stock_model_refuses_is_refused(engines, masked):
         ({"input_ids": IDS, "token_type_ids": IDS * 0 + 2}, "token_type_ids must be from 0 to 1"),
         ({"input_ids": IDS.float()}, "input_ids must hold integers, got torch.float32"),
         ({"input_ids": IDS[:, :0]}, "must have two dimensions and a token|from 1"),
+        ({"input_ids": IDS[0]}, "must have two dimensions|must be a tensor of a batch .* got shape"),
+        ({"input_ids": IDS.numpy()}, "must be a tensor.* got ndarray"),
         ({"input_ids": IDS, "attention_mask": PADDING[:, :5]}, r"attention_mask must .*\(3, 12\)"),
         ({"input_ids": IDS.to("meta")}, "runs on the CPU, got a tensor on meta"),
     ):
@@ -561,11 +577,12 @@ def test_loadings_that_are_refused(saved_engine, tmp_path):
     for arguments, message in (
         ({"dtype": torch.bfloat16}, "dtype torch.bfloat16 has no meaning"),
         ({"attn_implementation": "sparse_cpu"}, "attn_implementation 'sparse_cpu' has no meaning"),
-        ({"device_map": "auto"}, "device_map 'auto' has no meaning"),
+        ({"device_map": "cuda"}, "device_map 'cuda' has no meaning"),
         ({"model_class": transformers.BertForMaskedLM}, "compiled BertModel: it cannot be loaded as BertForMaskedLM"),
     ):
         with pytest.raises(ValueError, match=message):
             load(saved_engine, **arguments)
+    assert transformers.AutoModel.from_pretrained(saved_engine, device_map="auto").compiled_as
 
 
 @MASKED

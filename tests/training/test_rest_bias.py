@@ -45,12 +45,16 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
     assert found.keep.equal(mask.keep) and found.rest_bias.shape == (2, HEADS)
     assert model.sparse_attention.mask is mask
     implementation = model.config._attn_implementation
-    calibrate_rest(model, [{"input_ids": batch} for batch in ids.split(2)])
-    assert model.sparse_attention.mask == found and model.config._attn_implementation == implementation
+    calibrate_rest(model.train(), [{"input_ids": batch} for batch in ids.split(2)])
+    assert (
+        model.training and model.sparse_attention.mask == found and model.config._attn_implementation == implementation
+    )
     with pytest.raises(ValueError, match="no padding"):
         calibrate_rest(model, [{"input_ids": ids, "attention_mask": (ids > 10).long()}])
     with pytest.raises(ValueError, match="at least one batch"):
         calibrate_rest(model, [])
+    with pytest.raises(ValueError, match="a batch must be token ids or arguments by name, as tensors, got str"):
+        calibrate_rest(model.eval(), ["text"])
     assert model.sparse_attention.mask == found and model.config._attn_implementation == implementation
     model.set_mask(mask.replace(rest="none"))
     with pytest.raises(ValueError, match="needs a model whose mask is frozen and has a rest"):

@@ -133,7 +133,7 @@ def read_compiled(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({in_short(error)}): compile the model again") from error
-    check_alone(folder, f"delete it to have the compiled model, or {ENGINE_NAME} to have the other")
+    check_alone(folder, f"delete {ENGINE_NAME} to have what was saved later, or compile into an empty folder")
     if state := own_state(folder) - files.keys():
         raise ValueError(f"{folder / min(state)} is not of the compiled model there, and would be ignored: move it")
     found = {}

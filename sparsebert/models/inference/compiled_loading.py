@@ -24,7 +24,11 @@ from .compiling import PRECISIONS, engine_module, finish
 
 
 # What a loading may say that is so anyway, or does not matter for a folder.
-_ACCEPTED = {"attn_implementation": (None,), "dtype": (None, "auto", "float32", torch.float32)}
+_ACCEPTED = {
+    "attn_implementation": (None,),
+    "dtype": (None, "auto", "float32", torch.float32),
+    "device_map": (None, "auto", "cpu", torch.device("cpu"), {"": "cpu"}, {"": torch.device("cpu")}),
+}
 _IGNORED = (
     "config",
     "adapter_kwargs",

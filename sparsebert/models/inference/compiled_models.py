@@ -125,8 +125,7 @@ def traced_names(base: PreTrainedModel) -> tuple[str, ...]:
     # Under a mask, rows may hold several documents, and padding is the graph's affair only for the embeddings of ESM.
     masked = "sparse_attention" in base._modules
     padding = ("attention_mask",) if not masked or base.config.model_type == "esm" else ()
-    others = ("position_ids",) if masked else ()
-    return tuple(name for name in ("input_ids", "token_type_ids", *others, *padding) if name in names)
+    return tuple(name for name in ("input_ids", "token_type_ids", "position_ids", *padding) if name in names)
 
 
 def _run(base, given):
@@ -188,7 +187,8 @@ def _filled(base, given) -> dict[str, torch.Tensor]:
         if tensor.shape[1] != ids.shape[1] or tensor.shape[0] not in (1, ids.shape[0]):
             raise ValueError(f"{name} must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(tensor.shape)}")
         if name == "attention_mask":
-            tensor = tensor.bool()
+            # A row without a token would become NaN. What it becomes instead has no meaning, in any model.
+            tensor = tensor.bool() | ~tensor.bool().any(-1, keepdim=True)
         elif tensor.is_floating_point() or tensor.is_complex():
             raise ValueError(f"{name} must hold integers, got {tensor.dtype}")
         tensors[name] = tensor.long().expand(ids.shape)

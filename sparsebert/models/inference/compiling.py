@@ -150,12 +150,18 @@ def _check_model(model):
             )
         if not weight.isfinite().all():
             raise ValueError(f"compile needs finite weights: {weight_name} holds infinity or NaN")
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in base.modules()):
+        raise ValueError(f"this {name} is quantized: compile the model as it was before quantize")
     if not any(isinstance(module, nn.Linear) for module in base.modules()):
         raise ValueError(f"this {name} has no linear layers: there is nothing to compile")
 
 
 def _batches(model, calibration, tokenizer) -> list[dict[str, torch.Tensor]]:
     """The arguments of a model in calibration."""
+    if isinstance(calibration, (str, Mapping)):
+        raise ValueError(
+            f"calibration must be a list of texts or of dicts of tensors, got a {type(calibration).__name__}"
+        )
     items = list(calibration or ())
     texts = [item for item in items if isinstance(item, str)]
     if not texts:
@@ -237,7 +243,7 @@ def _chosen(model, module, precision, batches, min_cosine):
             logger.warning(f"precision auto takes {precision}: there is no calibration data, which others need.")
         return exact.in_precision(precision), {}
     tried = precision if precision != "auto" else ", ".join(module.precisions())
-    logger.warning(f"Compiling in {tried}, with {len(batches)} batches to compare on: this may take minutes.")
+    logger.warning(f"Compiling in {tried} (batches to compare on: {len(batches)}): this may take minutes.")
     exact.recorded = []
     try:
         want = _states(model, batches)

@@ -124,5 +124,7 @@ def encode_long(encoder: Any, texts: Sequence[str], split: int | None = None, ba
         pieces = [places[begin : begin + size] for begin in range(0, len(places), size)]
         parts += [text[piece[0][0] : piece[-1][1]] for piece in pieces] or [text]
         counts.append(max(len(pieces), 1))
+    if not parts:
+        return encoder.encode([""], batch_size=batch_size)[:0]
     rows = encoder.encode(parts, batch_size=batch_size)
-    return np.stack([each.mean(0) for each in np.split(rows, np.cumsum(counts)[:-1])]) if counts else rows
+    return np.stack([each.mean(0) for each in np.split(rows, np.cumsum(counts)[:-1])])

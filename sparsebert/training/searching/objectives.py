@@ -52,6 +52,8 @@ class Objective:
 
 def inputs_of(batch: Batch) -> dict[str, torch.Tensor]:
     """The arguments of a model for a batch, by name."""
+    if not isinstance(batch, (torch.Tensor, Mapping)):
+        raise ValueError(f"a batch must be token ids or arguments by name, as tensors, got {type(batch).__name__}")
     return {"input_ids": batch} if isinstance(batch, torch.Tensor) else dict(batch)
 
 

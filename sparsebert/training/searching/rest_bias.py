@@ -43,7 +43,11 @@ def calibrate_rest(model: "PreTrainedModel", batches: Iterable[Batch]) -> None:
     mask = sparse_attention.mask
     if mask is None or mask.rest == "none":
         raise ValueError("calibrate_rest needs a model whose mask is frozen and has a rest: mask.replace(rest='mean')")
-    found = calibrated(model.eval(), carrier(model), {"": mask}, batches)
+    training = model.training
+    try:
+        found = calibrated(model.eval(), carrier(model), {"": mask}, batches)
+    finally:
+        model.train(training)
     sparse_attention.set_mask(found[""], search=mask.metadata.get("search"))
 
 
