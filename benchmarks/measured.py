@@ -95,7 +95,11 @@ TABLES = {
     },
     "encoders_encode.ratios": lambda: [encoders.tables(_read("encoders_encode_cpu")["cells"])["ratios"]],
     "encoders_learned.ratios": lambda: [encoders.tables(_read("encoders_learned_cpu")["cells"])["ratios"]],
-    "encoders_base.ratios": lambda: [encoders.tables(_read("encoders_base_cpu")["cells"])["ratios"]],
+    "encoders_base.ratios": lambda: [
+        encoders.tables([cell for tail in ("", "_8192") for cell in _read(f"encoders_base{tail}_cpu")["cells"]])[
+            "ratios"
+        ]
+    ],
     **{
         f"encoders_{name}.{kind}": lambda name=name, kind=kind: [
             encoders.tables(_read(f"encoders_{name}_cpu")["cells"])[kind]
