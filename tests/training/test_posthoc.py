@@ -20,7 +20,7 @@ from conftest import WORDS, contents, tokenizer_of
 from huggingface_hub.errors import StrictDataclassError
 from processes import run_ranks
 from test_attach import base_model, config_of, head_model
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from sparsebert import attach, build_pattern, load
 from sparsebert.commands import main
@@ -576,6 +576,54 @@ def test_a_given_mask_with_a_rest_needs_no_training(model_folder, text, tmp_path
     weights = model.base_model.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in dense.state_dict().items() if name in weights)
     assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys()
+
+
+def test_a_mask_of_another_length_than_the_inputs(model_folder, text, tmp_path):
+    """What is reported, and what other masks are matched to, is what it removes from inputs of that length."""
+    search(model_folder, text, tmp_path / "one", steps=0, rest="none")
+    mask = load(tmp_path / "one").sparse_attention.mask
+    fields = {"mask": str(tmp_path / "one"), "target_sparsity": None, "max_length": 16, "patterns": True, "recover": 1}
+    metrics = search(model_folder, text, tmp_path / "other", **fields)
+    removed = metrics["sparsity"]
+    assert removed["given"] == pytest.approx(1 - mask.density_at(16), abs=1e-5)
+    assert removed["given"] == pytest.approx(metrics["plan"]["sparsity"], abs=1e-5)
+    assert abs(removed["given"] - mask.sparsity) > 0.02 > abs(removed["given"] - removed["random"])
+
+
+def test_half_precision_is_trained_in_float32(model_folder, text, tmp_path):
+    for name, dtype in (("half", torch.float16), ("full", torch.float32)):
+        model = AutoModelForMaskedLM.from_pretrained(model_folder).half().to(dtype)
+        model.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / name)
+        search(tmp_path / name, text, tmp_path / f"{name} out", steps=2, recover=3)
+    half, full = (load(tmp_path / f"{name} out") for name in ("half", "full"))
+    assert half.dtype == torch.float32
+    assert all(torch.equal(value, full.state_dict()[name]) for name, value in half.state_dict().items())
+
+
+def test_rows_that_keep_nothing_do_not_cost_the_search(model_folder, text, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("sparsebert.training.searching.search_run.logger.warning", said.append)
+    fields = {"special_tokens": "none", "rest": "none", "target_sparsity": 0.95, "steps": 3}
+    search(model_folder, text, tmp_path / "out", **fields)
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert "keep nothing" in said[0] and mask.sparsity == pytest.approx(0.95, abs=0.01)
+    assert f"{mask.num_empty_rows()} mask rows keep nothing" in said[-1]
+
+
+def test_what_changes_no_mask_may_change_when_a_search_goes_on(model_folder, text, tmp_path, monkeypatch):
+    step = MatchingTrainer.training_step
+
+    def training_step(trainer, *args):
+        if trainer.state.global_step == 3:
+            raise Killed
+        return step(trainer, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(MatchingTrainer, "training_step", training_step)
+        search(model_folder, text, tmp_path / "out", steps=4, save_steps=2)
+    fields = {"resume": True, "allow_empty_rows": True, "skip_padding": True}
+    search(model_folder, text, tmp_path / "out", steps=4, save_steps=2, **fields)
 
 
 def test_the_dense_model_has_no_picture_of_its_mask(model_folder, text, tmp_path):

@@ -234,6 +234,11 @@ def test_rows_that_keep_nothing_are_counted(tmp_path):
     assert result["masks"]["p_0.95"]["empty_rows"] == counts[0]
 
 
+def test_a_rest_is_kept_by_every_row(tmp_path):
+    run, output = search(tmp_path / "run", search="soft", rest="mean"), tmp_path / "masks"
+    assert prune(run, output, [0.95])["masks"]["p_0.95"]["empty_rows"] > 0
+
+
 def finetuning(checkpoints, glue_folder, **data):
     """A recipe of one step."""
     data = {"task": "rte", "model": checkpoints["stock"], "data": str(glue_folder), "max_length": 32} | data

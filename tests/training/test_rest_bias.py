@@ -49,6 +49,10 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
     assert (
         model.training and model.sparse_attention.mask == found and model.config._attn_implementation == implementation
     )
+    # Every query from which something is removed counts alike; rows of special tokens have no rest.
+    unlike = [ids[:1], ids[1:], torch.tensor([[5], [6]]), torch.tensor([[5, 6]])]
+    bias = calibrated(model, carrier(model.eval()), {"own": mask}, unlike[: 2 if special_tokens == "none" else None])
+    torch.testing.assert_close(bias["own"].rest_bias, found.rest_bias, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="no padding"):
         calibrate_rest(model, [{"input_ids": ids, "attention_mask": (ids > 10).long()}])
     with pytest.raises(ValueError, match="at least one batch"):

@@ -128,8 +128,8 @@ def describe(masks: Mapping[str, SparseMask]) -> dict[str, dict[str, float]]:
 
 
 def _check_rows(masks: Mapping[str, SparseMask]) -> None:
-    """Refuse masks in which a query keeps no key, with all of them in one message."""
-    empty = {name: mask.num_empty_rows() for name, mask in masks.items()}
+    """Refuse masks in which a query keeps no key and no rest, with all of them in one message."""
+    empty = {name: mask.num_empty_rows() for name, mask in masks.items() if mask.rest == "none"}
     if any(empty.values()):
         first = next(iter(masks.values()))
         rows = first.num_layers * first.num_heads * first.length

@@ -63,7 +63,7 @@ def calibrated(
     if not rested:
         return dict(masks)
     modules = list(attention_modules(model).values())
-    means: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with ExitStack() as stack:
@@ -83,10 +83,11 @@ def calibrated(
 
             with recorded(modules, found, missing), recorded([dense], distances, lambda made: made.distance_bias):
                 model.base_model(**inputs_of(batch))
-            means.append(torch.stack(found, 1))
-    if not means:
+            sums.append(torch.stack(found, 1))
+    if not sums:
         raise ValueError("a rest is calibrated with at least one batch")
-    biases = torch.stack(means).mean(0).clamp(-_LARGEST, _LARGEST)  # (number of masks, L, H)
+    total, count = torch.stack(sums).sum(0).unbind(-1)  # (number of masks, L, H)
+    biases = (total / count.clamp(min=1)).clamp(-_LARGEST, _LARGEST)
     return dict(masks) | {
         name: mask.replace(rest_bias=bias) for (name, mask), bias in zip(rested.items(), biases, strict=True)
     }
@@ -95,9 +96,10 @@ def calibrated(
 def _missing(probs, layer, added, masks):
     """
     By how much the logarithm of the attention `(B, H, n, n)` that a layer pays to what each mask removes differs from
-    that of the rest: `(number of masks, H)`. The scores that the rest is made of are the logarithms of these
-    probabilities without what is added by distance, `(H, n, n)` or `None`, up to a constant per query which cancels
-    out.
+    that of the rest, summed over the queries from which it removes something, and their number: `(number of masks, H,
+    2)`. The scores that the rest is made of are the logarithms of these probabilities without what is added by
+    distance, `(H, n, n)` or `None`, up to a constant per query which cancels out. Without a token that is not special,
+    there is no rest.
     """
     scores = probs.clamp(min=_LEAST).log()
     scores = scores if added is None else scores - added
@@ -110,8 +112,9 @@ def _missing(probs, layer, added, masks):
         removed = ~own.to_table(probs.shape[-1])[0].to(probs.device)  # (H, n, n)
         count = removed.sum(-1)
         missing = (probs * removed).sum(-1).clamp(min=_LEAST).log() - rests[mask.special_tokens]
-        missing = (missing - count.clamp(min=1).log()) * (count > 0)
-        found.append(missing.sum((0, 2)) / (count > 0).sum(-1).clamp(min=1) / len(probs))
+        used = (count > 0) & (probs.shape[-1] > SPECIAL_TOKENS.index(mask.special_tokens))
+        missing = torch.where(used, missing - count.clamp(min=1).log(), 0.0)
+        found.append(torch.stack([missing.sum((0, 2)), used.sum(-1) * len(probs)], -1))
     return torch.stack(found)
 
 

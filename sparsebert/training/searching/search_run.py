@@ -26,6 +26,7 @@ from ...finite_weights import check_weights
 from ...hub import read_tokenizer
 from ...learning.budget import scheduled
 from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
+from ...learning.mask_description import MAY_CHANGE
 from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
@@ -106,7 +107,9 @@ def _search(
     fields: dict[str, Any],
 ) -> dict[str, Any]:
     # A checkpoint of a version whose searches had no rest by default says nothing of it.
-    search = {name: value for name, value in fields.items() if (name, value) != ("rest", "none")}
+    search = {
+        name: value for name, value in fields.items() if name not in MAY_CHANGE and (name, value) != ("rest", "none")
+    }
     # The batches do not depend on the number of processes, with which others are resumed with a warning.
     record = {"search": search, "processes": None}
     run.define(options, config, **record)  # now, and again when the text is known, which takes longer
@@ -120,6 +123,9 @@ def _search(
 
     model: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
     check_weights(model, f"model {options.model}")
+    if (options.recover or options.train) and model.dtype != torch.float32:
+        logger.warning(f"model {options.model} is in {model.dtype}: it is trained, and saved, in float32.")
+        model = model.float()
     model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
@@ -135,8 +141,9 @@ def _search(
 
     mlm_tokenizer = tokenizer if predicts_tokens(model) else None
     if options.patterns:
+        sparsity = 1 - mask.density_at(options.max_length)
         masks |= matched_patterns(
-            mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
+            sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
         )
     # The weights are still those of the dense model, but for normalization layers that were trained with the mask.
     dense, own = carrier(model), LEARNED if given is None else GIVEN
@@ -162,7 +169,7 @@ def _search(
         inference = None
         if options.timed:
             stock: Any = read_model(model_class_of(config).from_pretrained, str(options.model), **hub_arguments)
-            inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
+            inference = inference_seconds({"dense": stock.to(device, model.dtype), "masked": model}, source.timed())
         output.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
@@ -189,7 +196,8 @@ def _search(
             "search_outcome": outcome,
             "live_tiles": planned.live_tiles[TILE],
             "plan": planned.as_json(),
-            "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
+            "sparsity": {"dense": 0.0}
+            | {name: 1 - value.density_at(options.max_length) for name, value in masks.items()},
             "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
             "agreement": report,
             "inference_seconds": inference,
@@ -224,13 +232,21 @@ def _learn(
 
 
 def _freeze(model: Any, learned: LearnedMask, metadata: dict[str, Any]) -> SparseMask:
-    """The mask that was found. A row that it leaves empty keeps its best entry, if that is not allowed."""
+    """
+    The mask that was found. If rows may not be empty, one that it leaves so keeps its best entry, as far as the
+    sparsity allows that.
+    """
     try:
         return model.freeze(metadata=metadata)
     except ValueError as error:  # it must not cost the search
-        logger.warning(f"{error}. Now each of them keeps its best entry.")
+        logger.warning(f"{error}. Now each of them keeps its best entry, as far as the sparsity allows it.")
         learned.keep_best_of_rows()
-        return model.freeze(metadata=metadata)
+        sparse_attention = model.sparse_attention
+        sparse_attention.config = sparse_attention.config.changed(allow_empty_rows=True)
+        mask = model.freeze(metadata=metadata)
+        if count := mask.num_empty_rows():
+            logger.warning(f"{count} mask rows keep nothing at a sparsity of {mask.sparsity:.3f}: they output 0.")
+        return mask
 
 
 def _compare(
