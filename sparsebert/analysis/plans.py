@@ -108,6 +108,7 @@ def plan(
     causal, probability_map, needs, fixed = False, "softmax", frozenset[str](), None
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask
+        needs = frozenset(["rest"] if mask.rest != "none" else [])
     else:
         sparse_attention = get_sparse_attention(model_or_mask)
         if sparse_attention.mask is None:

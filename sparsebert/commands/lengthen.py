@@ -66,8 +66,12 @@ def run(values):
     else:
         raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
     mask = getattr(sparse_attention_of(model), "mask", None)
-    if mask is not None:
-        mask.check_length(options.length)
+    if mask is not None and mask.length_policy == "error" and options.length > mask.length:
+        others = "'dense'" if mask.form == "table" else "'dense' or 'extend'"
+        raise ValueError(
+            f"length must be at most {mask.length} under the mask of {source}, got {options.length}: give "
+            f"length_policy {others}"
+        )
     tokenizer = read_tokenizer(source, **hub_arguments)
     check_weights(model, f"model {source}")
     extend_positions(model, options.length, options.method)

@@ -386,7 +386,7 @@ def test_files_of_a_task(check, write_data, name, content, said):
         ("lengthen MASK --length 64 --output_dir out", "model: there is no config.json in the folder"),
         ("lengthen WINDOW --length 64 --output_dir file", "output_dir file cannot be made: file is a file"),
         ("lengthen WINDOW/config.json --length 64 --output_dir out", "is a file, expected a folder or Hub id"),
-        ("lengthen TABLE --length 64 --output_dir out", "input of 64 tokens is longer than the mask (16)"),
+        ("lengthen TABLE --length 64 --output_dir out", "length must be at most 16 under the mask"),
         ("lengthen TABLE --length 64 --length_policy x --output_dir out", "length_policy must be one of 'extend', "),
         ("lengthen STOCK --length 64 --length_policy dense --output_dir out", "length_policy ... which has no mask"),
         ("lengthen DAMAGED --length 64 --output_dir out", "DAMAGED/model.safetensors is damaged or truncated"),
