@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import os
 import re
 import secrets
@@ -55,6 +56,12 @@ TASK_FILES = (
 )
 # What a compiled model was made with, its head, and its graph.
 ENGINE_NAME, HEAD_NAME, GRAPH_FILES = "engine.json", "head.safetensors", ("openvino_model.xml", "openvino_model.bin")
+# The adapter that is applied to the model in its folder, and what a tokenizer is read from.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),
+    *("sentencepiece.bpe.model", "spm.model"),
+)
 # Folders that are written in an output folder: checkpoints, and the runs of a seed or of the settings in a grid.
 CHECKPOINT, RUN_FOLDER = re.compile(r"checkpoint-\d+"), re.compile(r"seed-\d+|\w+=[^/]*")
 # The name of a file that is being written, until it takes its place.
@@ -310,8 +317,8 @@ def _sync_folder(folder):
 
 def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     """
-    Write metrics as JSON, in the main process alone and whole or not at all, with floats of 6 significant digits.
-    Returns what is read back from the file.
+    Write metrics as JSON, in the main process alone and whole or not at all, with floats of 6 significant digits, and
+    null for those that are not finite. Returns what is read back from the file.
     """
     text, state = json.dumps(_rounded(metrics), indent=2) + "\n", process_state()
     if state.is_main_process:
@@ -325,7 +332,9 @@ def _rounded(value):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def open_binary(path: str | os.PathLike) -> IO[bytes]:

@@ -13,11 +13,13 @@ from transformers.utils import CONFIG_NAME
 
 from ..file_kinds import check_own, json_object, kind_of
 from ..files import (
+    ADAPTER_FILES,
     LOCK_NAME,
     LOCK_NAMES,
     METRICS_NAME,
     RESULT_FILES,
     TASK_FILES,
+    TOKENIZER_FILES,
     check_output_dir,
     is_empty,
     make_folder,
@@ -168,7 +170,7 @@ def _finish_swap(aside, output):
         for path in (Path(root, name) for name in (*names, *links)):
             target = output / path.relative_to(replaced)
             is_own = path == replaced / CARD_NAME and own_card(path) is None
-            if _is_of_model(path, replaced) or (os.path.lexists(target) and not is_own):
+            if _is_of_model(path, replaced, output) or (os.path.lexists(target) and not is_own):
                 continue
             _make_inside(output, target.parent)
             os.replace(path, target)
@@ -182,10 +184,14 @@ def _make_inside(output, folder):
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _is_of_model(path, folder):
-    """Whether a file in the folder of a model or mask says something false beside another."""
+def _is_of_model(path, folder, newer):
+    """Whether a file in the folder of a model or mask says something false beside the one in the folder `newer`."""
     if path.parent != folder:
         return False
+    if path.name in ADAPTER_FILES:
+        return (newer / CONFIG_NAME).is_file()
+    if path.name in TOKENIZER_FILES:
+        return any((newer / name).is_file() for name in TOKENIZER_FILES)
     if path.name == CARD_NAME:
         return own_card(path) is not None
     is_fine_tuning = "score" in json_object(folder / METRICS_NAME)

@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HTTPError
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from ..files import METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
+from ..files import ADAPTER_FILES, METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
 from .listing import list_masks, listed
 from .mask_cards import (
     CARD_NAME,
@@ -148,7 +148,7 @@ def push_folder(
     if any(map(WEIGHTS.fullmatch, names)):
         stale |= set(filter(WEIGHTS.fullmatch, here))
     if CONFIG_NAME in names:
-        stale.add(CODE_NAME)
+        stale |= {CODE_NAME, *ADAPTER_FILES}
         if former is not None and "Masks" not in card_sections(former):  # which lists those in subfolders
             stale.add(CARD_NAME)
     if replaced is None and former is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
@@ -55,6 +56,7 @@ class MaskingEpoch(TrainerCallback):
         if hasattr(collator, "set_epoch"):
             collator.set_epoch(epoch)
         self._trainer.worker_seeds.manual_seed(seed + epoch)
+        self._trainer.grouping.manual_seed(seed + epoch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self._trainer.train_dataset, RowStream):  # the stock Trainer counts from where it resumed
@@ -93,6 +95,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
         most_skipped_steps (`int`): Number of successive overflowing steps under fp16 that stops the training. The
             scaler halves its factor after each of them: 20 of them turn the initial 65536 into 1/16.
         worker_seeds (`torch.Generator`): Seeds the workers of the training data loader.
+        grouping (`torch.Generator`): Draws the order of rows that are grouped by length.
         skipped_steps (`int`): Number of steps that were skipped since the process began to train.
         updates_in_step (`int`): Number of updates of the weights in this step, set by [`BatchRamp`].
 
@@ -113,7 +116,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
             self.add_callback(SearchSchedule())
         if self._callback(TrainingClock) is None:
             self.add_callback(TrainingClock())
-        self.worker_seeds = torch.Generator()
+        self.worker_seeds, self.grouping = torch.Generator(), torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
         self._pushed_later: list[str] = []
@@ -363,6 +366,13 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
         if "loss" in logs and self._scales_the_loss():
             logs["skipped_steps"] = self.skipped_steps
         super().log(logs, *args, **kwargs)
+
+    def _get_train_sampler(self, *args, **kwargs):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            # By default it would draw from the global generator, and a resumed epoch would have another order.
+            sampler.generator = self.grouping
+        return sampler
 
     def _get_eval_sampler(self, eval_dataset):
         # The stock Trainer also groups evaluation by length and would return the predictions in that order.

@@ -499,7 +499,7 @@ for number, written in enumerate((
 push_folder(runs / "run0", "user/others")  # whole weights, then shards
 api = HfApi()
 api.create_repo("user/new")
-for name in ("results.md", "metrics.json", "model_notes.safetensors"):
+for name in ("adapter_config.json", "adapter_model.safetensors", "results.md", "metrics.json", "model_notes.safetensors"):
     api.upload_file(path_or_fileobj=b"{{}}", path_in_repo=name, repo_id="user/new")
 push_folder(runs / "run2", "user/new")
 """)
@@ -512,6 +512,12 @@ push_folder(runs / "run2", "user/new")
     assert kept < whole and {name for name in whole if name.startswith("model")} == {"model.safetensors", code}
     assert kept < sharded and "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
     new = hub.repos["user/new"].files.keys()
+    assert not any(name.startswith("adapter") for name in new)  # it would be applied to the model
+    output = tmp_path / "out"
+    client.done("pull", "user/runs", "--output_dir", output)
+    (output / "adapter_config.json").write_text("{}")
+    client.done("pull", "user/runs", "--output_dir", output, "--overwrite")
+    assert (output / "config.json").is_file() and not (output / "adapter_config.json").exists()
     assert {"results.md", "metrics.json", "model_notes.safetensors", "model.safetensors"} < new
 
 
@@ -725,6 +731,10 @@ def test_a_pull_keeps_what_it_does_not_replace(hub, client, shared, tmp_path):
     (output / "README.md").write_text("# mine")
     client.done("pull", shared, "--output_dir", output, "--overwrite")
     assert (output / "README.md").read_text() == "# mine" and (output / "mask.safetensors").is_file()
+    for name in ("adapter_config.json", "tokenizer.json"):
+        (output / name).write_text("{}")
+    client.done("pull", shared, "--output_dir", output, "--overwrite")  # a mask alone replaces neither
+    assert (output / "adapter_config.json").is_file() and (output / "tokenizer.json").is_file()
     (output / "model.safetensors").write_bytes(b"weights")
     said = client.refused("pull", shared, "--output_dir", output, "--overwrite", code=2)
     assert "holds the weights of a model (model.safetensors), and user/shared has none" in said

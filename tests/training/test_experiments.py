@@ -57,6 +57,26 @@ def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
     assert weights.stat().st_mtime_ns != time
 
 
+def test_a_finished_run_of_other_examples_is_not_kept(recipe, tmp_path, glue_folder):
+    shutil.copytree(glue_folder, tmp_path / "glue")
+    finetune(recipe(data=str(tmp_path / "glue")))
+    path = tmp_path / "glue/RTE/train.tsv"
+    head, first, *rows = path.read_text().splitlines()
+    path.write_text("\n".join([head, *rows, first]) + "\n")
+    with pytest.raises(ValueError, match="inputs.checksum of the rows of train"):
+        finetune(recipe(data=str(tmp_path / "glue")))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [(["a/b", "c"], "values name folders, and cannot hold / or"), (["a", "a"], "sweep: run_name has 'a' twice")],
+)
+def test_cells_need_folders_of_their_own(recipe, tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        finetune(recipe(sweep={"run_name": values}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_of_another_task(recipe):
     folder = finetune(recipe({"seed": 7}, seeds=2))
     assert {path.name for path in folder.glob("seed-*")} == {"seed-7", "seed-8"}  # counted from the first
@@ -183,7 +203,7 @@ def test_a_grid_that_shrinks_trains_the_best_cell_again_for_its_weights(recipe):
 def test_a_cell_that_diverged_is_not_the_best(recipe):
     arguments = recipe({"max_steps": 3, "max_grad_norm": 0.0}, task="stsb", sweep={"learning_rate": [1e30, 1e-3]})
     metrics = metrics_of(finetune(arguments))
-    assert math.isnan(metrics["sweep"]["cells"][0]["score"])
+    assert metrics["sweep"]["cells"][0]["score"] is None  # JSON has no NaN
     assert metrics["sweep"]["best"] == {"learning_rate": 1e-3} and not math.isnan(metrics["score"])
 
 

@@ -234,6 +234,13 @@ def test_rows_that_keep_nothing_are_counted(tmp_path):
     assert result["masks"]["p_0.95"]["empty_rows"] == counts[0]
 
 
+def test_sparsities_of_one_name_are_refused(tmp_path):
+    run = search(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"more than one is p_0\.5"):
+        prune(run, tmp_path / "masks", [0.50000001, 0.50000002])
+    assert not (tmp_path / "masks").exists()
+
+
 def test_a_rest_is_kept_by_every_row(tmp_path):
     run, output = search(tmp_path / "run", search="soft", rest="mean"), tmp_path / "masks"
     assert prune(run, output, [0.95])["masks"]["p_0.95"]["empty_rows"] > 0

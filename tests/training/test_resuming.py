@@ -142,6 +142,16 @@ def test_killed_and_resumed_equals_the_uninterrupted_run(text, tmp_path):
     assert tokens[0] == pytest.approx(tokens[1], rel=1e-3) and tokens[0] > 0.9 * STEPS * 16 * 32  # rounded
 
 
+def test_rows_grouped_by_length_go_on_in_the_same_order(text, tmp_path):
+    recipe = recipe_of(text, tmp_path / "whole", FORMS["dam_s"], train_sampling_strategy="group_by_length")
+    recipe["data"] |= {"nsp": True, "max_tokens": 1000}
+    pretrain(recipe)
+    for step in (2, 8):  # of the first epoch and of a later one
+        pretrain(elsewhere(recipe, tmp_path / f"whole/checkpoint-{step}", tmp_path / f"from {step}"))
+        expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", f"from {step}"))
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_what_the_search_found_survives_a_kill_after_its_end(text, tmp_path):
     recipes = {name: recipe_of(text, tmp_path / name, FORMS["target"]) for name in ("killed", "whole")}
     for recipe in recipes.values():

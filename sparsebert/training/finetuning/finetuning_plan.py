@@ -76,6 +76,11 @@ def read_grid(sweep: bool | dict) -> dict[str, list]:
         if not isinstance(values, list) or not values:
             raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
         grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
+        for number, value in enumerate(grid[name]):
+            if {"/", "\\"} & {*str(value)}:
+                raise ValueError(f"sweep: {name}: values name folders, and cannot hold / or \\, got {value!r}")
+            if value in grid[name][:number]:
+                raise ValueError(f"sweep: {name} has {value!r} twice")
     return grid
 
 

@@ -211,7 +211,7 @@ def _aggregate(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _score(run: dict[str, Any]) -> float:
     """The score to rank runs by; a run that diverged is the worst."""
-    return -math.inf if math.isnan(run["score"]) else run["score"]
+    return -math.inf if run["score"] is None or math.isnan(run["score"]) else run["score"]
 
 
 def _glue_scores(results: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -70,7 +70,8 @@ def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[
         "model": _digest(options.model, options.subfolder),
         "mask": _digest(options.mask, options.mask_subfolder),
     }
-    inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
+    for split, features in data.features.items():
+        inputs |= {f"{name} of {split}": value for name, value in rows_record(features).items()}
     section = recipe["data"] | {"task": data.task.name}
     return {
         "data": {name: value for name, value in section.items() if name not in _LAYOUT},

@@ -123,6 +123,8 @@ def make_masks(run: Run, sparsities: Iterable[float], seeds: Iterable[int] = ())
     """The masks of all sparsities with their random controls."""
     masks = {}
     for sparsity in tqdm(sparsities, "Making masks", disable=None):
+        if f"p_{sparsity:g}" in masks:
+            raise ValueError(f"sparsities: more than one is p_{sparsity:g}, the name of its folder")
         masks[f"p_{sparsity:g}"] = mask = prune_by_probs(run, sparsity)
         masks |= {f"random_{sparsity:g}_seed{seed}": random_control(mask, seed) for seed in seeds}
     return masks

@@ -50,7 +50,7 @@ MAY_CHANGE = {
         "max_answer_length", "no_answer_threshold",
     ),
     "model": (
-        "transformers_version", "_name_or_path", "architectures", "dtype", *MASK_MAY_CHANGE,
+        "transformers_version", "_name_or_path", "architectures", *MASK_MAY_CHANGE,
     ),
     "training": (
         "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_",

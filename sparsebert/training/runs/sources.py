@@ -14,7 +14,7 @@ from transformers.utils import (
 
 from ...data.documents import load_documents
 from ...data.streams import find_shards
-from ...files import check_other_folder, within
+from ...files import TOKENIZER_FILES, check_other_folder, within
 from ...hub import check_available
 from ...masks.mask_files import MASK_CONFIG_NAME, check_undamaged
 from ...masks.patterns import PATTERNS
@@ -23,17 +23,13 @@ from ...models.inference.compiled_files import check_not_compiled
 from ...models.loading import check_folder
 
 
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),
-    *("sentencepiece.bpe.model", "spm.model"),
-)
 _MODEL_FILES = ((CONFIG_NAME,), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
 # Fields that name a folder or Hub id, and what is read of it: one file of each group.
 SOURCES = {
     "base_model": _MODEL_FILES,
-    "model": (*_MODEL_FILES, _TOKENIZER_FILES),
+    "model": (*_MODEL_FILES, TOKENIZER_FILES),
     "mask": ((MASK_CONFIG_NAME,),),
-    "tokenizer": (_TOKENIZER_FILES,),
+    "tokenizer": (TOKENIZER_FILES,),
 }
 
 
