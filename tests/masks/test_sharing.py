@@ -499,7 +499,7 @@ for number, written in enumerate((
 push_folder(runs / "run0", "user/others")  # whole weights, then shards
 api = HfApi()
 api.create_repo("user/new")
-for name in ("adapter_config.json", "adapter_model.safetensors", "results.md", "metrics.json", "model_notes.safetensors"):
+for name in ("adapter_config.json", "results.md", "metrics.json", "model_notes.safetensors"):
     api.upload_file(path_or_fileobj=b"{{}}", path_in_repo=name, repo_id="user/new")
 push_folder(runs / "run2", "user/new")
 """)
