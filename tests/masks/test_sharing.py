@@ -484,7 +484,7 @@ from sparsebert.masks.pushing import push_folder
 
 model, runs = own("window"), Path({str(tmp_path)!r})
 for number, written in enumerate((
-    ("metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"), ("metrics.json",), ()
+    ("metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"), ("metrics.json",), ("vocab.txt",)
 )):
     folder = runs / f"run{{number}}"
     model.save_pretrained(folder, max_shard_size="200KB" if number else "2KB")
@@ -505,7 +505,7 @@ push_folder(runs / "run2", "user/new")
 """)
     code = "modeling_frozen_sparsebert.py"
     last = hub.repos["user/runs"].commits[-1]
-    own = {"config.json", "model.safetensors", *FROZEN, "README.md", "notes.txt", code}
+    own = {"config.json", "model.safetensors", *FROZEN, "README.md", "notes.txt", "vocab.txt", code}
     assert last - {".gitattributes"} == own | {f"small/{name}" for name in own}
     whole, sharded = hub.repos["user/others"].commits[-2:]
     kept = {"metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"}
@@ -515,9 +515,11 @@ push_folder(runs / "run2", "user/new")
     assert not any(name.startswith("adapter") for name in new)  # it would be applied to the model
     output = tmp_path / "out"
     client.done("pull", "user/runs", "--output_dir", output)
-    (output / "adapter_config.json").write_text("{}")
+    others = ("adapter_config.json", "tokenizer.json")  # which would be read with the model, or in place of its own
+    for name in others:
+        (output / name).write_text("{}")
     client.done("pull", "user/runs", "--output_dir", output, "--overwrite")
-    assert (output / "config.json").is_file() and not (output / "adapter_config.json").exists()
+    assert (output / "config.json").is_file() and not any((output / name).exists() for name in others)
     assert {"results.md", "metrics.json", "model_notes.safetensors", "model.safetensors"} < new
 
 

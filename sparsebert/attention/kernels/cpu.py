@@ -353,7 +353,7 @@ def csr_backend(
     if dropout:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
     batch = query.shape[0] if documents is None else documents.shape[0]
-    # An engine has no use for PyTorch's dispatcher, which takes 8 % of a short call.
+    # An engine has no use for PyTorch's dispatcher, which short calls would wait for.
     attention = _forward if hasattr(_engine, "output") else torch.ops.sparsebert.csr_attention
     output, _ = attention(
         query,
