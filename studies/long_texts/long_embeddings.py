@@ -94,7 +94,7 @@ def _cells(settings):
     common = common_settings(settings, "masked", "lengths", "precisions")
     known, cells = settings.lengths[0], {}
     common |= {"known": known, "longest": max(settings.lengths)}
-    models = named_models(settings.model, settings.masked)
+    models = named_models("masked", settings.masked, dense=settings.model)
     for name, model in models.items():
         for length in settings.lengths if name == "dense" else (num_positions(read_config(model)),):
             for way in (TRUNCATED,) if length == known else (WHOLE, SPLIT):

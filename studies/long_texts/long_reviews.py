@@ -69,7 +69,7 @@ def _cells(settings):
         | {"system": f"{name}, {length} tokens", "model": model, "max_length": length}
         | {"split": name == "dense" and length == settings.lengths[0]}
         for length in settings.lengths
-        for name, model in named_models(settings.model, settings.masked).items()
+        for name, model in named_models("masked", settings.masked, dense=settings.model).items()
     }
     return seeded(systems, settings.seeds)
 

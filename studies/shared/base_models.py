@@ -43,13 +43,13 @@ def long_enough(name: str, length: int, folder: Path) -> str:
     return str(folder / "lengthened")
 
 
-def named_models(model: str, masked: list[str]) -> dict[str, str]:
-    """The systems of a comparison: `"dense"`, and every model with a mask by the name of its folder or its cell."""
-    models = {"dense": model}
-    for source in masked:
+def named_models(field: str, sources: list[str], **others: str) -> dict[str, str]:
+    """The systems of a comparison: `others`, and every model of a field by the name of its folder or its cell."""
+    models = dict(others)
+    for source in sources:
         path = Path(source)
         name = path.parent.name if path.name == "model" else path.name
         if name in models:
-            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
+            raise ValueError(f"{field}: {source} would be the second system with the name {name!r}: rename its folder")
         models[name] = source
     return models

@@ -42,8 +42,8 @@ class OffsetStudy:
 
 
 def _cells(settings):
-    models = named_models("", settings.masked)
-    return {name: {"system": name, "model": model} for name, model in models.items() if name != "dense"}
+    models = named_models("masked", settings.masked)
+    return {name: {"system": name, "model": model} for name, model in models.items()}
 
 
 def _check(cell):

@@ -52,7 +52,7 @@ class SentenceStudy:
 
 def _cells(settings):
     common = common_settings(settings, "masked", "sparsities", "tasks") | {"sparsity": None}
-    masked = named_models(settings.model, settings.masked)
+    masked = named_models("masked", settings.masked, dense=settings.model)
     systems = {name: common | {"mask": name, "source": source} for name, source in masked.items()}
     for sparsity in settings.sparsities:
         for name in VARIED:

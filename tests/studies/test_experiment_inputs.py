@@ -56,6 +56,11 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
         ("needles", {"documents": 33}, "documents must be an integer from 2 to 32, got 33"),
         ("needles", {"depths": [1.5]}, "depths must be a number from 0 to 1, got 1.5"),
         ("needles", {"masks": ["wndow"]}, "wndow"),
+        (
+            "needles",
+            {"readers": ["one/qa", "two/qa"]},
+            "readers: two/qa would be the second system with the name 'qa'",
+        ),
         ("separators", {"masks": ["dam_u"]}, "masks must be one of 'dam_s'"),
         ("separators", {"text": None}, "there is no file None"),
         ("offsets", {"masked": ["nowhere"]}, "nowhere"),

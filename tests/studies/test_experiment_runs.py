@@ -8,7 +8,15 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from study_inputs import finished, rows_by
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+)
+from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from sparsebert import SparseMask, attach
 from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
@@ -440,6 +448,37 @@ def test_needles_are_hidden_after_a_sentence(run_cells):
     text, full_stop, needle = [1, 2, 0, 3, 4, 0, 5], 0, [9, 9]
     places = [needles.hidden(text, needle, depth, full_stop).index(9) for depth in (0, 0.3, 0.5, 0.9, 1)]
     assert places == [0, 2, 3, 6, 6]
+
+
+def test_needles_are_answered_by_readers(run_cells, checkpoints, tmp_path):
+    for kind in ("stock", "window"):
+        AutoModelForQuestionAnswering.from_pretrained(checkpoints[kind]).save_pretrained(tmp_path / kind)
+        AutoTokenizer.from_pretrained(checkpoints[kind]).save_pretrained(tmp_path / kind)
+    readers = [str(tmp_path / "stock"), str(tmp_path / "window")]
+    fields = {"readers": readers, "masks": [], "lengths": [40, 80], "documents": 4, "precision": "bfloat16"}
+    (_, table, _), cells = run_cells("needles", **fields)
+    systems = [
+        f"{kind}, {way}" for ways in (["whole"], ["whole", "split"]) for kind in ("stock", "window") for way in ways
+    ]
+    assert [row["system"] for row in table.as_json()["rows"]] == systems
+    metrics = {name: cell["metrics"] for name, cell in cells.items() if "answers" in cell["settings"]}
+    assert metrics["stock_answers_whole_40"]["removed"] == 0 < metrics["window_answers_whole_40"]["removed"]
+    assert metrics["window_answers_split_80"]["removed"] == metrics["window_answers_whole_40"]["removed"]
+    assert not any("mrr" in found for found in metrics.values())
+    with pytest.raises(ValueError, match="readers must be models for question answering, got .* BertForMaskedLM"):
+        run_cells("needles", **fields | {"readers": [checkpoints["stock"]]})
+
+
+@pytest.mark.parametrize("length", [40, 12])
+def test_an_answer_is_found_in_the_window_that_has_it(word_tokenizer, length):
+    class Reader(torch.nn.Module):
+        def forward(self, input_ids, **inputs):
+            logits = (input_ids == word_tokenizer.convert_tokens_to_ids("yes")).float()
+            return QuestionAnsweringModelOutput(start_logits=logits, end_logits=logits)
+
+    documents = [word_tokenizer.convert_tokens_to_ids([*(f"w{i}" for i in range(20)), "yes", "w3"]), [7, 8, 9]]
+    found, _ = needles.answered(Reader(), word_tokenizer, ["w1 w2", "w1"], documents, length, 2)
+    assert found[0] == "yes" and found[1] in word_tokenizer.decode([7, 8, 9])
 
 
 def test_long_texts_are_read_truncated_split_and_whole(run_cells, checkpoints, tmp_path):

@@ -367,3 +367,8 @@ def test_bad_options(recipe, tmp_path, data, message):
     with pytest.raises((ValueError, OSError), match=message):
         finetune(recipe(**data))
     assert not list(tmp_path.glob("run/*")), "something was written before the error"
+
+
+def test_a_swept_field_that_is_also_given(recipe):
+    with pytest.raises(ValueError, match="learning_rate 0.001 would not be used: the sweep tries"):
+        finetune(recipe({"learning_rate": 1e-3}, sweep=True))

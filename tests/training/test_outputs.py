@@ -540,7 +540,9 @@ def test_several_seeds_of_a_pre_training(pretraining_flags, said, tmp_path, caps
     shutil.rmtree(tmp_path / "runs/seed-8")
     assert main([*words, "--resume"]) == 0 and contents(tmp_path / "runs/seed-7") == before
     shutil.rmtree(tmp_path / "runs/seed-8")
-    assert "training.learning_rate is 0.5, but 0.001 in" in said([*words, "--resume", "--learning_rate", "0.5"])
+    line = said([*words, "--resume", "--learning_rate", "0.5"])
+    assert "seed-7: cannot resume with another recipe" in line and "training.learning_rate: 0.001 -> 0.5" in line
+    assert not (tmp_path / "runs/seed-8").exists()
 
 
 @pytest.mark.parametrize("replacing", [False, True])

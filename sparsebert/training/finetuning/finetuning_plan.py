@@ -41,6 +41,12 @@ def read_plan(recipe: dict[str, dict[str, Any]]) -> Plan:
     options = FinetuningArguments(**recipe["data"])
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
+    for name, values in grid.items():
+        if name in recipe["training"]:
+            raise ValueError(
+                f"{name} {recipe['training'][name]!r} would not be used: the sweep tries {values}; leave it out, or "
+                "pass --sweep false"
+            )
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     check_kept(output, "model", options)
     arguments, *_ = [

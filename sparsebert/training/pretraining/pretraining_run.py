@@ -20,7 +20,7 @@ from ...learning.search_schedule import SearchSchedule
 from ...masks.mask_files import MASK_PROBS_NAME
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ..batch_ramp import BatchRamp
-from ..runs.resuming import check_checkpoint
+from ..runs.resuming import check_checkpoint, check_recipe, recipe_record
 from ..runs.run_cards import add_pretraining, draw_run
 from ..runs.run_checks import read_seeds, read_training
 from ..runs.run_folders import check_unfinished
@@ -58,11 +58,21 @@ def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, An
             check_unfinished(folder)
             if (folder / METRICS_NAME).is_file():
                 raise FinishedRunError(f"{folder} holds a finished run: add --resume to keep it, or --overwrite true")
+    recipes = {
+        folder: {
+            "data": recipe["data"] | {"seeds": 1},
+            "model": recipe["model"],
+            "training": recipe["training"] | {"seed": seed, "output_dir": str(folder)},
+        }
+        for seed, folder in folders.items()
+    }
+    for folder, own in recipes.items() if data.resume and len(seeds) > 1 else ():
+        if (folder / METRICS_NAME).is_file():
+            check_recipe(folder, _given(own))
     found: dict[Path, dict[str, Any]] = {}
-    for seed, folder in folders.items():
-        changed = {"training": recipe["training"] | {"seed": seed, "output_dir": str(folder)}}
+    for folder, own in recipes.items():
         try:
-            found[folder] = pretrain(recipe | changed | {"data": recipe["data"] | {"seeds": 1}})
+            found[folder] = pretrain(own)
         except FinishedRunError:
             if not data.resume or len(seeds) == 1:
                 raise
@@ -71,6 +81,16 @@ def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, An
             PartialState().wait_for_everyone()  # until the main process has written all of it
             check_one_recipe(found)
     return found
+
+
+def _given(recipe: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What defines a run, as far as a recipe says it."""
+    arguments = PretrainingArguments(**recipe["data"]), SparseBertConfig(**recipe["model"])
+    record = recipe_record(*arguments, read_training(recipe["training"]))
+    return {
+        section: {name: record[section][name] for name in fields if name in record[section]}
+        for section, fields in recipe.items()
+    }
 
 
 def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
