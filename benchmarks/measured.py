@@ -54,7 +54,8 @@ def reproduced(name, folder=REPRODUCED, scale="tiny"):
 
 def front_page():
     """By length: how much faster a mask makes the fastest dense MiniLM, and how close it keeps the embeddings."""
-    tables = encoders.tables(_read("encoders_cpu")["cells"])
+    tables, xeon = (encoders.tables(_read(f"encoders{which}_cpu")["cells"]) for which in ("", "_xeon"))
+    on_xeon = {row["n"]: row["best against best"] for row in xeon["ratios"].as_json()["rows"]}
     plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "rest"))
     columns = (
         ("cosine", rested, "cosine_before"),
@@ -65,7 +66,7 @@ def front_page():
     for ratios, rates in zip(*(tables[kind].as_json()["rows"] for kind in ("ratios", "rates")), strict=True):
         line = {"tokens": ratios["n"]}
         line |= {"dense, tokens/s": rates[ratios["best dense"]], "masked, tokens/s": rates[ratios["best sparse"]]}
-        line |= {"faster": ratios["best against best"]}
+        line |= {"faster": ratios["best against best"], "on the Xeon": on_xeon[ratios["n"]]}
         for name, cells, metric in columns:
             found = [cells.get(f"dam_s_{ratios['n']}_0.9_seed_{seed}") for seed in range(3)]
             values = [cell["metrics"][metric] for cell in found if cell is not None]
@@ -94,7 +95,12 @@ TABLES = {
         for kind in ("rates", "ratios", "cosines", "operator")
     },
     "encoders_encode.ratios": lambda: [encoders.tables(_read("encoders_encode_cpu")["cells"])["ratios"]],
-    "encoders_learned.ratios": lambda: [encoders.tables(_read("encoders_learned_cpu")["cells"])["ratios"]],
+    **{
+        f"encoders_{name}.ratios": lambda name=name: [
+            encoders.tables(_read(f"encoders_{name}_cpu")["cells"])["ratios"]
+        ]
+        for name in ("learned", "xeon_learned")
+    },
     "encoders_base.ratios": lambda: [
         encoders.tables([cell for tail in ("", "_8192") for cell in _read(f"encoders_base{tail}_cpu")["cells"]])[
             "ratios"
@@ -104,8 +110,8 @@ TABLES = {
         f"encoders_{name}.{kind}": lambda name=name, kind=kind: [
             encoders.tables(_read(f"encoders_{name}_cpu")["cells"])[kind]
         ]
-        for name in ("mpnet", "zen3")
-        for kind in ("ratios", "cosines", "operator")
+        for name in ("mpnet", "zen3", "xeon")
+        for kind in ("ratios", "rates" if name == "xeon" else "cosines", "operator")
     },
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [
