@@ -46,7 +46,7 @@ TABLES = {
 }
 SYSTEMS_OF = {
     "cpu": ("eager", "sdpa", "sdpa_float", "sdpa_unmasked", "sparse_cpu"),
-    "cuda": ("eager", "sdpa", "sdpa_float", "flash", "cudnn", "sparse_flex", "sparse_triton"),
+    "cuda": ("eager", "sdpa", "sdpa_float", "flash", "cudnn", "sparse_flex", "flex_flash", "sparse_triton"),
 }
 OURS = {"cpu": "sparse_cpu", "cuda": "sparse_triton"}
 
@@ -126,7 +126,7 @@ def measured(cases, phase, names, options, errors):
                 systems[name]["peak_bytes"] = peak_bytes(functions[key])
         dense = [name for name in DENSE if name in own]
         best = min(dense, key=lambda name: systems[name]["median_ms"], default=None)
-        baselines = {name: own[name] for name in own if name in DENSE + UNMASKED or name == "sparse_flex"}
+        baselines = {name: own[name] for name in own if name in (*DENSE, *UNMASKED, "sparse_flex", "flex_flash")}
         if best:
             baselines[BEST_DENSE] = own[best]
         ratios = {

@@ -9,11 +9,12 @@ for all its layers.
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from sparsebert import SparseMask
 from sparsebert.attention.backends import prepared, run_backend
@@ -147,6 +148,27 @@ def cudnn(case, gradients, dropout):
     return _forced(SDPBackend.CUDNN_ATTENTION, dropout)
 
 
+def flex_flash(case, gradients, dropout):
+    """FlexAttention in the kernels of FlashAttention 4 (the package flash-attn-4), under the mask in tiles of 128."""
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        raise ValueError(
+            "FlexAttention's backend FLASH needs the package flash-attn-4: pip install --pre flash-attn-4"
+        )
+    if dropout:
+        raise ValueError("FlexAttention has no attention dropout")
+    inputs = _prepared("sparse_flex", case, gradients, dropout)
+    if inputs.rest[0] is not None:
+        raise ValueError("this system has no rest")
+    attention = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def run(query, key, value):
+        options = {"BACKEND": "FLASH"}
+        output = attention(query, key, value, block_mask=inputs.compiled[0], kernel_options=options)
+        return output.transpose(1, 2).contiguous()
+
+    return run, _forms(inputs)
+
+
 def _forms(inputs):
     """The tensors that hold the mask of a backend of ours."""
     forms = inputs.compiled[0]
@@ -158,15 +180,18 @@ def _forms(inputs):
     return [form for form in forms if isinstance(form, torch.Tensor)]
 
 
+def _prepared(name, case, gradients, dropout):
+    """The mask of a case in the form that a backend of ours reads."""
+    request = case.request(gradients, dropout)
+    shape = (request.batch, request.num_heads, request.num_queries, request.num_keys, request.head_size)
+    chosen = choose_backend(name, case.mask, request.device, request.dtype, *shape, dropout, gradients, request.padded)
+    sizes = (request.num_queries, request.num_keys, case.query.device)
+    return prepared(MaskInputs(chosen, *sizes, case.mask, case.padding, dtype=request.dtype)).for_layer(0)
+
+
 def _sparse(name):
     def build(case, gradients, dropout):
-        request = case.request(gradients, dropout)
-        shape = (request.batch, request.num_heads, request.num_queries, request.num_keys, request.head_size)
-        chosen = choose_backend(
-            name, case.mask, request.device, request.dtype, *shape, dropout, gradients, request.padded
-        )
-        sizes = (request.num_queries, request.num_keys, case.query.device)
-        inputs = prepared(MaskInputs(chosen, *sizes, case.mask, case.padding, dtype=request.dtype)).for_layer(0)
+        inputs = _prepared(name, case, gradients, dropout)
         return lambda *tensors: run_backend(*tensors, inputs, HEAD_SIZE**-0.5, dropout)[0], _forms(inputs)
 
     return build
@@ -181,6 +206,7 @@ SYSTEMS = {
     "sdpa_unmasked": sdpa_unmasked,
     "flash": flash,
     "cudnn": cudnn,
+    "flex_flash": flex_flash,
 } | {name: _sparse(name) for name in ATTENTION_NAMES}
 DENSE = ("eager", "sdpa", "sdpa_float")
 UNMASKED = ("sdpa_unmasked", "flash", "cudnn")

@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -418,6 +419,12 @@ def test_memory_counts_all_tensors_of_a_mask():
     size = {name: sum(form.nbytes for form in SYSTEMS[name](case, False, 0.0)[1]) for name in ("sdpa", "sparse_flex")}
     assert size["sdpa"] == 2 * 64 * 64
     assert size["sparse_flex"] > size["sdpa"]  # the table that its function reads, and lists of tiles
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed")
+def test_a_rival_that_is_not_installed_is_refused_by_name():
+    with pytest.raises(ValueError, match="needs the package flash-attn-4"):
+        SYSTEMS["flex_flash"](make_case("dam_s", 64, options()), False, 0.0)
 
 
 def test_inputs_are_in_the_layout_of_the_host():
