@@ -30,7 +30,7 @@ from sparsebert.data.tasks import TASKS
 from sparsebert.learning.progressive_pruning import ProgressivePruning
 from sparsebert.learning.searches import SEARCHES, num_parameters
 from sparsebert.masks.patterns import PATTERNS, build_pattern
-from sparsebert.models.architectures import ARCHITECTURES, DISTANCE_BIASED, MIXES_TOKENS
+from sparsebert.models.architectures import ARCHITECTURES, MIXES_TOKENS
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.token_mixers import MIXERS
 from sparsebert.recipe_files import find_recipe, recipe_names
@@ -141,10 +141,10 @@ SETTINGS = ("per_device_train_batch_size", "num_train_epochs", "learning_rate")
 
 
 def _architectures():
-    yield "`model_type`", "self-attention that carries the mask", "packed rows, `skip_padding`", "`sparse_triton`"
+    yield "`model_type`", "self-attention that carries the mask", "packed rows, `skip_padding`"
     for name, module in ARCHITECTURES.items():
         packs = "images" if name in ("deit", "dinov2", "vit") else "no" if name in MIXES_TOKENS else "yes"
-        yield f"`{name}`", f"`{module}`", packs, "no" if name in DISTANCE_BIASED else "yes"
+        yield f"`{name}`", f"`{module}`", packs
 
 
 def _recipes():
