@@ -56,6 +56,8 @@ _REPLACED_OF_KIND = {
 _LOGS_NAME = "runs"
 # In a folder aside: the metrics of what it replaces, as long as that was not removed.
 _OLDER_NAME = "_older"
+# What it is called once what the new files replace is gone.
+_MOVING_NAME = "_moving"
 
 
 def aside_of(output: Path) -> Path:
@@ -84,8 +86,9 @@ def written_whole(output: str | os.PathLike, overwrite: bool = False) -> Iterato
     """
     folder = Path(output)
     with locked_output(folder):
+        moved = is_half_moved(folder)
         finish_move(folder)
-        if (folder / METRICS_NAME).is_file() and not overwrite:
+        if (moved or (folder / METRICS_NAME).is_file()) and not overwrite:
             raise FinishedRunError(
                 f"output_dir {folder} is not empty, it holds a finished run: choose another, or pass --overwrite true"
             )
@@ -132,8 +135,11 @@ def is_half_written(output: Path) -> bool:
 
 
 def is_half_moved(output: Path) -> bool:
-    """Whether a folder holds a finished run whose process was killed while its files were moved."""
-    return not (output / METRICS_NAME).is_file() and (aside_of(output) / METRICS_NAME).is_file()
+    """Whether a folder holds what was finished by a process that was killed while it moved the files."""
+    aside = aside_of(output)
+    return not (output / METRICS_NAME).is_file() and (
+        (aside / METRICS_NAME).is_file() or (aside / _MOVING_NAME).is_dir()
+    )
 
 
 def finish_move(output: Path) -> None:
@@ -144,8 +150,9 @@ def finish_move(output: Path) -> None:
         aside = aside_of(output)
         if is_half_moved(output):
             _move(aside, output)
-        elif (output / METRICS_NAME).is_file() and aside.is_dir() and not any(aside.iterdir()):
-            _remove_asides(output)
+        elif (output / METRICS_NAME).is_file() and aside.is_dir():
+            if {path.name for path in aside.iterdir()} <= {_MOVING_NAME}:
+                _remove_asides(output)
     state.wait_for_everyone()
 
 
@@ -242,8 +249,9 @@ def _move(folder, output):
         for path in _results(output, older) | _run_folders(output, older):
             if path.name not in names:
                 remove(path)
-        remove(folder / _OLDER_NAME)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == METRICS_NAME):
+        os.replace(folder / _OLDER_NAME, folder / _MOVING_NAME)
+    moved = (path for path in folder.iterdir() if path.name != _MOVING_NAME)
+    for path in sorted(moved, key=lambda path: path.name == METRICS_NAME):
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:
             continue  # a text of the user

@@ -8,7 +8,7 @@ sentence-transformers, `pipeline`, `AutoModel`. It is made for this kind of mach
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checks import check_choice, check_range
+from ..checks import Effects, check_choice, check_effects, check_range
 from ..data.documents import first_texts
 from ..files import METRICS_NAME, check_other_folder, within, write_metrics
 from ..hub import HubArguments, read_tokenizer, without_secrets
@@ -31,7 +31,7 @@ class CompilingArguments(HubArguments):
         engine (`str`): What runs the model.
         precision (`str`): `float32`, `bfloat16`, `int8`, or `auto`: the fastest on this CPU within `min_cosine`.
         data (`str`, *optional*): Text like that which the model is for, see [`load_documents`]; every document is an
-            input. `int8` needs it, and without it `auto` does not try `int8`.
+            input. `int8` needs it; without it `auto` does not try `int8`, and compares the others on random tokens.
         num_texts (`int`): Number of documents to calibrate and compare with.
         min_cosine (`float`): Least mean cosine of hidden states with those in float32 that `auto` accepts.
         overwrite (`bool`): Replace what is in an output folder that is not empty.
@@ -45,6 +45,13 @@ class CompilingArguments(HubArguments):
     num_texts: int = 256
     min_cosine: float = MIN_COSINE
     overwrite: bool = False
+
+
+# Fields that have no effect, by the options.
+_NO_EFFECT: Effects = (
+    (("num_texts",), lambda options: options.data is None and "without data"),
+    (("min_cosine",), lambda options: options.precision != "auto" and f"with precision {options.precision!r}"),
+)
 
 
 def command(words):
@@ -61,6 +68,7 @@ def run(values):
     check_choice("precision", options.precision, ("auto", *PRECISIONS))
     check_range("num_texts", options.num_texts, 1)
     check_range("min_cosine", options.min_cosine, 0, 1, (int, float))
+    check_effects(_NO_EFFECT, options)
     if options.precision == "int8" and options.data is None:
         raise ValueError("precision 'int8' needs data: texts like those that the model is for")
     engine_module(options.engine)

@@ -11,6 +11,7 @@ from ..checks import check_choice, check_range
 from ..files import check_other_folder, within
 from ..finite_weights import check_weights
 from ..hub import HubArguments, read_tokenizer, without_secrets
+from ..learning.searches import SEARCHES
 from ..models.inference.compiled_files import check_not_compiled
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, load_any
@@ -65,9 +66,11 @@ def run(values):
         model = load(source, length_policy=options.length_policy, **hub_arguments)
     else:
         raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
-    mask = getattr(sparse_attention_of(model), "mask", None)
+    attention = sparse_attention_of(model)
+    mask = None if attention is None else attention.search or attention.mask
     if mask is not None and mask.length_policy == "error" and options.length > mask.length:
-        others = "'dense'" if mask.form == "table" else "'dense' or 'extend'"
+        form = mask.form if attention.search is None else SEARCHES[attention.config.search].frozen_form
+        others = "'dense'" if form == "table" else "'dense' or 'extend'"
         raise ValueError(
             f"length must be at most {mask.length} under the mask of {source}, got {options.length}: give "
             f"length_policy {others}"
@@ -81,5 +84,5 @@ def run(values):
         tokenizer.save_pretrained(folder)
         copy_sentence_files(source, folder, options.length, **hub_arguments)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
-    masked = [IMPORT_FIRST] if sparse_attention_of(model) else []
+    masked = [IMPORT_FIRST] if attention else []
     return Results(without_secrets(vars(options)), notes=[done, *masked])

@@ -38,6 +38,8 @@ def command(words):
             "model.search": ("data.mask", *_PATTERN),
             "model.pattern": ("data.mask", "model.pattern_kwargs", "model.head_configuration", *_SEARCH),
             "data.mask": (*_SEARCH, *_PATTERN),
+            "model.target_sparsity": ("model.sparsity_weight",),
+            "model.sparsity_weight": ("model.target_sparsity",),
             # What another search has a use for.
             **{
                 f"model.search={name}": tuple(f"model.{field}" for field in sorted(_OF_ANY - of_search))

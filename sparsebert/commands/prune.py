@@ -28,7 +28,7 @@ def command(words):
         "RUN --sparsities 0.5 0.8 0.9 --random_controls 3 --output_dir DIR",
         "RUN --output_dir DIR --finetune finetune_small --task rte --model DIR2",
     )
-    excluded = {"data": _EXCLUDED, "model": STATE_FIELDS, "training": ("output_dir",)}
+    excluded = {"data": _EXCLUDED, "model": (*STATE_FIELDS, "allow_empty_rows"), "training": ("output_dir",)}
     return Command(run, {"pruning": PruningArguments, **SECTIONS}, examples, "RUN", excluded=excluded)
 
 

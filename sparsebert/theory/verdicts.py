@@ -63,6 +63,9 @@ class Case:
     def check(self) -> Universality:
         """The verdict on the mask in its model."""
         found = check_universality(self.mask, self.length, causal=self.causal)
+        if self.mask.rest != "none":
+            reason = f"the theorems know no rest; without it: {found.universal}, {found.reason}"
+            return replace(found, universal=NO_THEOREM, reason=reason)
         if not self.mixers:
             return found
         reason = f"the theorems assume attention in every layer, but this model has layers of {', '.join(self.mixers)}"

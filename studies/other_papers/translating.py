@@ -26,10 +26,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sparsebert.checks import check_range
+from sparsebert.checks import check_allowed, check_range, no_effect
 from sparsebert.data.tokenization import check_tokenizer, train_tokenizer
 from sparsebert.files import open_text
 from sparsebert.hub import read_tokenizer
+from sparsebert.learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from sparsebert.training.runs.resuming import rows_record
@@ -136,6 +137,12 @@ def check_model(model: dict[str, Any], max_length: int) -> tuple[SparseBertConfi
             f"translation needs a pattern ('dense' for none) and no search, got pattern {model.get('pattern')!r} and "
             f"search {model.get('search')!r}"
         )
+    for name in ("is_decoder", "add_cross_attention"):
+        if model.get(name):
+            raise no_effect(f"model.{name}", True, "here: the second half of the model is the decoder")
+    of_mask = {name: value for name, value in model.items() if name in OWN_FIELDS and value is not None}
+    fits = {"pattern", *MODEL_FIELDS, *allowed_fields(model["pattern"])}
+    check_allowed("model", of_mask, fits, f"with the pattern {model['pattern']!r}")
     encoder = SparseBertConfig(**model)
     if max_length > min(encoder.max_position_embeddings, encoder.mask_length or max_length):
         raise ValueError(
@@ -204,6 +211,8 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     Writes to `output_dir` the model, the tokenizer, `translations.txt` (of the test pairs) and `metrics.json`.
     """
+    if recipe["training"].get("predict_with_generate") is False:
+        raise no_effect("predict_with_generate", False, "here: translations are generated to be scored")
     fields = recipe["training"] | {"predict_with_generate": True}
     training = read_training(fields, Seq2SeqTrainingArguments)
     check_model_fields(recipe["model"])

@@ -28,7 +28,7 @@ def workshop(checkpoints, glue_folder, tmp_path_factory):
     """A folder with models, masks, texts and much that is damaged."""
     folder = tmp_path_factory.mktemp("workshop")
     copies = {"STOCK": "stock", "outer/model": "stock", "SIZELESS": "stock", "NO_TOKENIZER": "stock"}
-    copies |= {"NULL": "stock", "NULL_TOKENIZER": "stock", "DAMAGED": "searching"}
+    copies |= {"NULL": "stock", "NULL_TOKENIZER": "stock", "DAMAGED": "searching", "SEARCHING": "searching"}
     copies |= {"WINDOW": "window", "UNKNOWN": "window", "BAD_JSON": "window", "DEEP_JSON": "window"}
     for name, checkpoint in copies.items():
         shutil.copytree(checkpoints[checkpoint], folder / name)
@@ -256,6 +256,12 @@ def test_values_out_of_range(check, command, field, value):
         ("--mask MASK4 --freeze_sparsity 0.5", "freeze_sparsity 0.5 has no meaning with the mask MASK4"),
         ("--base_model WINDOW --freeze_sparsity 0.5", "freeze_sparsity 0.5 has no meaning ... base_model WINDOW"),
         ("--base_model WINDOW --search_end 0.5", "search_end 0.5 has no meaning ... base_model WINDOW"),
+        ("--base_model WINDOW --target_sparsity 0.5", "target_sparsity ... the pattern 'window' of base_model WINDOW"),
+        ("--base_model SEARCHING --block_size 16", "block_size ... the search 'dam_s' of base_model SEARCHING"),
+        ("--search dam_s --sparsity_weight 1 --target_sparsity 0.5", "sparsity_weight ... with target_sparsity 0.5"),
+        ("--search dam_s --sparsity_ramp 0.9", "sparsity_ramp 0.9 has no meaning without target_sparsity"),
+        ("--search dam_s --pruning '{final_sparsity: 0.5}' --hard true", "model.hard ... has no meaning with pruning"),
+        ("--search dam_s --seed 3 --seeds [1]", "seed 3 has no meaning with the list of seeds [1]"),
         ("--pattern window --target_sparsity 0.5", "target_sparsity ... has no meaning with the pattern 'window'"),
         ("--pattern window --search_end 0.5", "search_end 0.5 has no meaning with the pattern 'window'"),
         ("--search dam_u --mask_seed 3", "mask_seed ... has no meaning with the search 'dam_u'"),
@@ -304,7 +310,7 @@ def test_values_out_of_range(check, command, field, value):
 )
 def test_pretraining(check, words, said):
     words = shlex.split(words)
-    searched = {"--search", "--pattern", "--mask", "--is_decoder"} & {*words} or "WINDOW" in words
+    searched = {"--search", "--pattern", "--mask", "--is_decoder", "WINDOW", "SEARCHING"} & {*words}
     check(["PRETRAIN", *([] if searched else ["--search", "dam_s"]), *words], said)
 
 
@@ -398,6 +404,12 @@ def test_files_of_a_task(check, write_data, name, content, said):
         ("SEARCH --model STOCK/config.json", "model: 'STOCK/config.json' is a file"),
         ("SEARCH --output_dir file", "output_dir file cannot be made: file is a file"),
         ("SEARCH --search dam_u --block_size 32", "block_size 32 has no meaning with the search 'dam_u'"),
+        ("SEARCH --sparsity_weight 1", "sparsity_weight ... has no meaning here: the search has a target"),
+        ("SEARCH --steps 0 --train norms", "train 'norms' has no meaning with steps 0"),
+        (
+            "SEARCH --mask bigbird --target_sparsity null --recover 1 --objective layers",
+            "objective 'layers' ... with mask",
+        ),
         ("SEARCH --initial_decay 0", "initial_decay ... has no meaning here: the search starts from what"),
         ("SEARCH --target_sparsity null --recover 1 --mask winodw", "unknown mask 'winodw'; did you mean 'window'"),
         ("reproduce copying --output file --only star_depth_1_*", "output file cannot be made: file is a file"),

@@ -1,6 +1,8 @@
 """Longer position embeddings: what stays, what is new, masks searched at a shorter length, files."""
 
+import itertools
 import json
+import os
 import shutil
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positions, load
 from sparsebert.commands import main
+from sparsebert.models.loading import load_any
 
 
 LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert", "mpnet")
@@ -149,6 +152,37 @@ def test_the_command_goes_on_where_it_was_killed(checkpoints, tmp_path):
     checkpoint.rmdir()
     assert main(words) == 0
     assert {"_unfinished", "_unfinished.json"}.isdisjoint(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_the_command_moves_the_rest_where_it_was_killed_while_moving(checkpoints, tmp_path, monkeypatch):
+    words = ["lengthen", checkpoints["stock"], "--length", "64", "--output_dir"]
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    names, replace = {path.name for path in (tmp_path / "whole").iterdir()}, os.replace
+    for number in range(1, len(names)):
+        folder, moves = tmp_path / str(number), itertools.count()
+
+        def move(path, target, folder=folder, moves=moves, number=number):
+            if str(target).startswith(f"{folder}/") and "_unfinished" not in str(target) and next(moves) == number:
+                raise KeyboardInterrupt
+            replace(path, target)
+
+        monkeypatch.setattr(os, "replace", move)
+        assert main([*words, str(folder)]) == 130
+        monkeypatch.setattr(os, "replace", replace)
+        assert (folder / "_unfinished").is_dir()
+        assert main([*words, str(folder)]) == 2  # what was finished is moved, and stays
+        assert {path.name for path in folder.iterdir()} - {"_lock"} == names - {"_lock"}
+        assert load_any(folder).config.max_position_embeddings == 64
+
+
+def test_the_command_refuses_a_length_that_a_search_cannot_take(tmp_path, capsys, word_tokenizer, tiny_config):
+    for saved in (SparseBertForMaskedLM(tiny_config(search="dam_u", mask_length=16)), word_tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 2
+    assert "length must be at most 16" in (line := capsys.readouterr().err) and line.endswith(
+        "length_policy 'dense'\n"
+    )
 
 
 def test_what_sentence_transformers_adds_is_kept(checkpoints, tmp_path):

@@ -15,7 +15,7 @@ from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.theory import chains
 from sparsebert.theory.chains import Chain, find_chain, is_chain
 from sparsebert.theory.conditions import GROWTHS as ORDERS
-from sparsebert.theory.conditions import check_universality, find_reach, fit_growth
+from sparsebert.theory.conditions import NO_THEOREM, check_universality, find_reach, fit_growth
 from sparsebert.theory.verdicts import (
     OF_REST,
     as_json,
@@ -479,6 +479,8 @@ def test_rest_proves_nothing_more():
     mask = mask_of(cliques([6, 6], 0))
     rest = mask.replace(rest="mean", rest_bias=torch.ones(1, mask.num_heads))
     alone, with_rest = (saved_case("apart", each) for each in (mask, rest))
-    assert alone.check() == with_rest.check()
+    found = with_rest.check()
+    assert found.universal == NO_THEOREM and f"without it: {alone.check().universal}" in found.reason
+    assert found.facts == alone.check().facts
     assert OF_REST in details(with_rest, with_rest.check())
     assert OF_REST not in details(alone, alone.check())

@@ -54,9 +54,16 @@ FORMS = {
     "dam_b": {"search": "dam_b", "block_size": 16},
     "vertical_slash": {"search": "vertical_slash"},
     "soft": {"search": "soft", "allow_empty_rows": True, "sparsity_weight": 0.0},
-    "target": {"search": "dam_s", "target_sparsity": 0.6},
+    "target": {"search": "dam_s", "target_sparsity": 0.6, "sparsity_weight": 0.0},
     "exact": {
-        **{"search": "dam_s", "target_sparsity": 0.6, "hard": True, "noise_scale": 0.0, "mask_constant": 7.0},
+        **{
+            "search": "dam_s",
+            "target_sparsity": 0.6,
+            "sparsity_weight": 0.0,
+            "hard": True,
+            "noise_scale": 0.0,
+            "mask_constant": 7.0,
+        },
         **{"sparsity_scope": "global", "share_layers": False},
     },
 }

@@ -34,6 +34,8 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 # Least cosine of hidden states with those in float32 that a precision must reach to be chosen by itself.
 MIN_COSINE = 0.99
 _BATCH = 8
+# Tokens of a row of random ones, to compare precisions where there is no text.
+_RANDOM_LENGTH = 128
 _ROUNDS = 3
 # Batches that the precisions are timed on; more would tell no more of them.
 _TIMED = 8
@@ -229,6 +231,15 @@ def _example(base, names):
     return example
 
 
+def _random_batch(base, names):
+    """Random tokens or images, to compare precisions that need no calibration."""
+    config, generator = base.config, torch.Generator().manual_seed(0)
+    if names == IMAGES:
+        return {names[0]: torch.randn(2, *image_shape(config), generator=generator)}
+    shape = (_BATCH, min(num_positions(config), _RANDOM_LENGTH))
+    return {"input_ids": torch.randint(config.vocab_size, shape, generator=generator)}
+
+
 def _chosen(model, module, precision, batches, min_cosine):
     """The graph of a model in the precision that is asked for, and what was found about it."""
     base = model.base_model
@@ -237,17 +248,18 @@ def _chosen(model, module, precision, batches, min_cosine):
     layers = 0 if sparse_attention is None else sparse_attention.num_layers
     windows = sliding_window(base.config)[0] is not None
     exact = vars(base)["graph"] = module.convert(_Traced(base, names), _example(base, names), layers, windows)
-    if not batches:
-        if precision == "auto":
-            precision = [name for name in module.precisions() if name != "int8"][-1]
-            logger.warning(f"precision auto takes {precision}: there is no calibration data, which others need.")
+    if precision != "auto" and not batches:
         return exact.in_precision(precision), {}
-    tried = precision if precision != "auto" else ", ".join(module.precisions())
-    logger.warning(f"Compiling in {tried} (batches to compare on: {len(batches)}): this may take minutes.")
+    wanted = [precision] if precision != "auto" else list(module.precisions())
+    if not batches:
+        wanted, batches = [name for name in wanted if name != "int8"], [_random_batch(base, names)]
+        logger.warning(
+            "There is no calibration data: int8 is not tried, and the others are compared on random inputs."
+        )
+    logger.warning(f"Compiling in {', '.join(wanted)} (batches to compare on: {len(batches)}): this may take minutes.")
     exact.recorded = []
     try:
         want = _states(model, batches)
-        wanted = [precision] if precision != "auto" else list(module.precisions())
         graphs = {name: exact.quantized() if name == "int8" else exact.in_precision(name) for name in wanted}
     finally:
         exact.forget_recorded()
@@ -258,7 +270,7 @@ def _chosen(model, module, precision, batches, min_cosine):
     if precision != "auto":
         return graphs[precision], {"cosine": cosines[precision]}
     seconds = _seconds(model, graphs, batches[:: -(-len(batches) // _TIMED)])
-    able = [name for name in graphs if cosines[name] >= min_cosine]
+    able = [name for name in graphs if name == "float32" or cosines[name] >= min_cosine]
     chosen = min(able, key=lambda name: seconds[name])
     compared = ", ".join(f"{name} {1e3 * seconds[name]:.0f} ms (cosine {cosines[name]:.4f})" for name in graphs)
     logger.warning(

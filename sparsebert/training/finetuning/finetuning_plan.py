@@ -54,7 +54,8 @@ def read_plan(recipe: dict[str, dict[str, Any]]) -> Plan:
         for name in (GLUE if options.all else [str(options.task)])
         for settings in cells_of(grid)
     ]
-    return Plan(options, arguments, output, read_seeds(options.seeds, arguments.seed), grid)
+    seeds = read_seeds(options.seeds, arguments.seed, recipe["training"].get("seed"))
+    return Plan(options, arguments, output, seeds, grid)
 
 
 def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None:

@@ -119,6 +119,7 @@ class PretrainingArguments(CheckedFields, HubArguments):
     overwrite: bool = False
 
 
+_OF_TARGET = ("initial_sparsity", "sparsity_warmup", "sparsity_ramp")
 _END_OF_SEARCH = ("freeze_threshold", "freeze_sparsity", "search_end")
 _NEXT_TOKEN = "with is_decoder true, which predicts the next token"
 # Fields that have no effect, by section `data` and `model`.
@@ -221,14 +222,21 @@ def _check_given_mask(data, model):
     unknown = pattern not in (None, *PATTERNS) or search not in (None, *SEARCHES)
     if not data.mask and (unknown or (pattern and search)):
         return  # the configuration says that there is no such pattern or search, or that they exclude each other
+    whose = ""
+    if not (data.mask or pattern or search):
+        # The weights to start from may have a pattern or search of their own.
+        start = read_config(data.base_model, **data.hub_arguments(data.base_model)) if data.base_model else None
+        if getattr(start, "frozen", False):
+            return  # the model says what may change
+        pattern, search = getattr(start, "pattern", None), getattr(start, "search", None)
+        whose = f" of base_model {data.base_model}" if pattern or search else ""
     if data.mask:
         kind, fits = f"the mask {data.mask}", set(allowed_fields(None))
     elif pattern:
-        kind, fits = f"the pattern {pattern!r}", {"pattern", *allowed_fields(pattern)}
-    elif search or not data.base_model:
-        kind, fits = f"the search {search or 'dam_s'!r}", {"search", *fields_of_search(search or "dam_s")}
+        kind, fits = f"the pattern {pattern!r}{whose}", {"pattern", *allowed_fields(pattern)}
     else:
-        return  # the weights to start from have a mask or search of their own
+        kind, fits = f"the search {search or 'dam_s'!r}{whose}", {"search", *fields_of_search(search or "dam_s")}
+        _check_target(data, model)
     if data.pruning:
         fits.add("share_layers")
     of_mask = set(OWN_FIELDS) - {*MODEL_FIELDS, "mask_length"}
@@ -236,6 +244,19 @@ def _check_given_mask(data, model):
     check_allowed("model", given, fits, f"with {kind}")
     if data.mask or pattern:
         check_not_searched(data, kind)
+
+
+def _check_target(data, model):
+    """A search has a target or the weight of a penalty; a target alone has a ramp, and pruning removes by itself."""
+    given = [name for name in (*_OF_TARGET, "hard", "sparsity_scope") if model.get(name)]
+    if data.pruning and given:
+        raise no_effect(f"model.{given[0]}", model[given[0]], "with pruning, which removes entries by itself")
+    target, weight = model.get("target_sparsity"), model.get("sparsity_weight")
+    if target is not None and weight:
+        raise no_effect("model.sparsity_weight", weight, f"with target_sparsity {target}: set one of them to null")
+    for name in _OF_TARGET if target is None and not data.base_model else ():
+        if model.get(name):
+            raise no_effect(f"model.{name}", model[name], "without target_sparsity")
 
 
 def _check_positions(data, model):

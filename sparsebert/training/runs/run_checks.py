@@ -18,7 +18,7 @@ from ...analysis.doctor import DTYPES
 from ...attention.backends import BACKENDS, check_request
 from ...attention.capabilities import Request
 from ...attention.model_masks import sparse_attention_of
-from ...checks import LARGEST_SEED, MAX_HEADS, MAX_LAYERS, check_choice, check_range, nearest
+from ...checks import LARGEST_SEED, MAX_HEADS, MAX_LAYERS, check_choice, check_range, nearest, no_effect
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 
 
@@ -196,8 +196,10 @@ def check_seeds(value: Any) -> None:
         raise ValueError(f"must be at most {_MOST_RUNS} runs, got {value}")
 
 
-def read_seeds(seeds: int | list, first: int) -> list[int]:
-    """The seeds of the runs; a number of runs counts up from `first`."""
+def read_seeds(seeds: int | list, first: int, given: int | None = None) -> list[int]:
+    """The seeds of the runs; a number of runs counts up from `first`, which may be `given` in the recipe."""
+    if isinstance(seeds, list) and given is not None:
+        raise no_effect("seed", given, f"with the list of seeds {seeds}")
     found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
     if max(found) > LARGEST_SEED:
         raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")

@@ -198,6 +198,11 @@ _NO_EFFECT: Effects = (
         lambda options: options.mask and _NO_SEARCH,
     ),
     (
+        ("objective",),  # "answers" is then that of the recovery
+        lambda options: options.mask and options.objective != "answers" and f"{_NO_SEARCH}; set recover_objective",
+    ),
+    (("train", "learning_rate"), lambda options: options.steps == 0 and "with steps 0: nothing is trained"),
+    (
         ("recover_learning_rate", "recover_objective", "recover_from"),
         lambda options: not options.recover and "without recover, the number of steps of the recovery",
     ),
@@ -213,6 +218,7 @@ _NO_EFFECT: Effects = (
 _SET_HERE = {
     "mask_length": "here: the mask is as long as the rows, set max_length",
     "initial_decay": "here: the search starts from what the dense model attends to",
+    "sparsity_weight": "here: the search has a target, set target_sparsity",
 }
 
 
