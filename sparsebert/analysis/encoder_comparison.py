@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..attention.model_masks import sparse_attention_of
 from ..hub import check_available, check_path, read_config, read_tokenizer
 from ..models.architectures import num_positions
 from ..models.inference.compiled_files import is_compiled
@@ -48,6 +49,9 @@ def read_encoder(source: str, length: int, **hub_arguments: Any) -> TextEncoder:
     model = read_model(encoder_class_of(config).from_pretrained, source, **hub_arguments).eval()
     if not is_compiled(source, hub_arguments.get("subfolder")) and torch.cuda.is_available():
         model = model.cuda()
+    attention = sparse_attention_of(model)
+    if attention is not None and attention.mask.length_policy == "error":
+        length = min(length, attention.mask.length)
     return TextEncoder(model, tokenizer, min(length, num_positions(config)), *pooling)
 
 
@@ -71,6 +75,8 @@ def systems_of(encoder: TextEncoder, precisions: Sequence[str], texts: Sequence[
                     _say(f"left out: {engine} {precision}: {error}")
                 else:
                     found[f"{engine} {precision}"] = replace(encoder, model=model)
+    if not found:
+        raise ValueError(f"precisions: nothing runs {', '.join(precisions)} on a model on {encoder.model.device.type}")
     return found
 
 

@@ -257,6 +257,8 @@ def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> lis
 def is_pattern(source: str) -> bool:
     """Tell the name of a pattern from the folder or Hub id of a mask."""
     if source in PATTERNS:
+        if Path(source, MASK_CONFIG_NAME).is_file():
+            raise ValueError(f"{source} is a pattern, and a folder with a mask here: write ./{source} for the folder")
         return True
     if Path(source).is_dir() or "/" in source:
         return False

@@ -234,7 +234,8 @@ def _kept_distances(mask):
 def bridges(mask: Any, num_layers: int) -> str:
     """Which distances a mask bridges within so many layers, in words: see [`unbridged_distances`]."""
     ranges = [str(low) if low == high else f"{low} to {high}" for low, high in unbridged_distances(mask, num_layers)]
-    around = ["the special tokens"] if mask.special_tokens != "none" and mask.special_rows else []
+    # From one token to a special one, and from there to the other, are two layers.
+    around = ["the special tokens"] if num_layers > 1 and mask.special_tokens != "none" and mask.special_rows else []
     around += ["the rest"] if mask.rest != "none" else []
     layers = f"{num_layers} layer" + ("s" if num_layers > 1 else "")
     if not ranges:

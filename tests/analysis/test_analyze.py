@@ -114,6 +114,10 @@ def test_names_of_patterns_and_masks(tmp_path, monkeypatch):
     assert is_pattern("bigbird") and not is_pattern("mask") and not is_pattern("owner/name")
     with pytest.raises(ValueError, match="unknown pattern, folder .* 'bigbrid'; did you mean 'bigbird'"):
         is_pattern("bigbrid")
+    build_pattern("window", 16, 2).save_pretrained("strided")
+    with pytest.raises(ValueError, match="strided is a pattern, and a folder with a mask here: write ./strided"):
+        is_pattern("strided")
+    assert not is_pattern("./strided")
     assert torch.equal(find_mask("mask").to_table(), build_pattern("window", 12, 2).to_table())
     star = find_mask("star", 20, 3, window_size=2)
     assert (star.length, star.num_heads) == (20, 3)

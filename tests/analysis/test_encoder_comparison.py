@@ -156,6 +156,19 @@ def test_what_an_engine_cannot_run_is_left_out(word_tokenizer, monkeypatch, caps
     assert "left out: engine float32: needs a CPU" in capsys.readouterr().err
 
 
+def test_a_mask_that_ends_cuts_the_texts(folders):
+    model = attach(BertModel(BertConfig(**TINY)), "window", mask_length=16, length_policy="error")
+    model.save_pretrained(folders / "sparse")
+    encoder = encoder_comparison.read_encoder(str(folders / "sparse"), 40)
+    assert encoder.length == 16 and np.isfinite(encoder.encode(["w1 " * 40])).all()
+
+
+def test_precisions_that_nothing_here_can_run(word_tokenizer):
+    model = BertModel(BertConfig(**TINY)).to("meta")  # as on a GPU, where no int8 is
+    with pytest.raises(ValueError, match="precisions: nothing runs int8 on a model on meta"):
+        encoder_comparison.systems_of(TextEncoder(model, word_tokenizer, 12), ["int8"], TEXTS)
+
+
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 def test_embeddings_are_those_of_sentence_transformers(folders, mode):
     st = pytest.importorskip("sentence_transformers")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsebert.analysis.reporting.page_charts import scores
+from sparsebert.analysis.reporting.page_gains import gains
 from sparsebert.analysis.reporting.repeated_runs import penalty_tables, seeds_table
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.analysis.tables import Table, print_tables
@@ -105,6 +106,15 @@ def test_a_main_metric_that_is_no_name(read, metric):
     grid = {"best": {"lr": 1.0}, "cells": [{"settings": {"lr": 1.0}, "score": 0.5}]}
     with pytest.raises(ValueError, match="metrics.json: damaged"):
         read(run=FINETUNED | {"main_metric": metric, "sweep": grid})
+
+
+def test_runs_without_what_a_page_compares(read):
+    runs = read(run=FINETUNED | {"comparison": {"baseline": "b", "seeds": [1], "validation": None}})
+    runs |= read(
+        glue={"glue": {}, "missing": {}, "average_9": 0.5, "num_columns_9": 1, "average_8": 0.5, "num_columns_8": 1}
+    )
+    named = {path.name: metrics for path, metrics in runs.items()}
+    assert gains(named)[0].startswith("run: ") and gains(named)[1] == "glue: no score."
 
 
 def test_control_characters_in_names_are_not_printed(read, tmp_path, capsys):

@@ -323,5 +323,6 @@ def test_the_card_names_distances_that_are_not_bridged(tmp_path):
     both = "the special tokens or the rest"
     special = SparseMask(window.keep, 32, form="offsets", special_tokens="first_last", rest="mean")
     assert bridges(special, 2) == f"{missing.replace('31', '29')}, but through {both}"
+    assert bridges(special.replace(rest="none"), 1) == "1 layer cannot bridge distances of 3 to 29 tokens"
     bridged = "15 layers bridge all distances of two tokens, also without"
     assert bridges(special, 15) == f"{bridged} the special tokens and the rest"

@@ -82,7 +82,7 @@ def scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
             if "score" in numbers:
                 yield f"{model}: {metrics['task']}", Score(label, 100 * numbers["score"], None, removed, seconds)
     elif "glue" in metrics:
-        if (average := metrics.get("average_9")) is not None:
+        if (average := metrics.get("average_9")) is not None and metrics["glue"]:
             removed = next(iter(metrics["glue"].values()))["sparsity"]
             yield f"GLUE: average of {metrics['num_columns_9']} columns in %", _percent(run, average, removed, None)
         for values in metrics["glue"].values():

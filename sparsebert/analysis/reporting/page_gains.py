@@ -47,7 +47,7 @@ def _of_training(run: str, metrics: dict[str, Any], dense: dict[str, Score]) -> 
         return f"{run}: no score."
     text = f"{run}: {what}: {score.text()} with {100 * score.sparsity:.1f} % of the attention removed"
     compared, split = metrics.get("comparison", {}), next(iter(metrics.get("splits", ())), None)
-    if split in compared:
+    if isinstance(compared.get(split), Mapping):
         low, high = (100 * end for end in compared[split]["interval"])
         difference = 100 * compared[split]["difference"]
         return f"{text}, {difference:+.1f} [{low:+.1f}, {high:+.1f}] against {compared['baseline']}."
