@@ -86,7 +86,10 @@ def pattern_case(
         # No cycle has more than two patterns.
         return build_pattern(name, length, num_heads, num_layers=2, **arguments, **known)
 
-    mask = build(length, num_heads)
+    try:
+        mask = build(length, num_heads)
+    except ValueError as error:
+        raise ValueError(f"pattern {name} at {length} tokens: {error}") from None
     factors = (1, 2, 4, 8, 16)
     is_short = length * factors[-1] <= MAX_GROWTH_LENGTH
     connections: dict[int, float] = {}

@@ -131,6 +131,7 @@ def check(workshop, refused, pretraining_flags, monkeypatch, tmp_path):
         ("theory window --parameters window_size=3", "--parameters must be fields such as {name: value}"),
         ("theory --all --parameters '{window_size: 3}'", "--parameters needs the name of a pattern"),
         ("theory --maps --mappings", "exclude each other"),
+        ("theory --all --length 4", "pattern window at 4 tokens: window_size must be ... got 5"),
         ("theory window --length 1", "--length must be at least 2"),
         ("theory window --figure x.png", "--figure needs --mappings"),
         ("theory --mappings --figure x.txt", "figure must be one of"),
