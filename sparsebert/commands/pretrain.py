@@ -38,6 +38,7 @@ def command(words):
             "model.search": ("data.mask", *_PATTERN),
             "model.pattern": ("data.mask", "model.pattern_kwargs", "model.head_configuration", *_SEARCH),
             "data.mask": (*_SEARCH, *_PATTERN),
+            **dict.fromkeys(("training.save_steps", "training.save_total_limit"), ("training.save_strategy",)),
             "model.target_sparsity": ("model.sparsity_weight",),
             "model.sparsity_weight": ("model.target_sparsity",),
             # What another search has a use for.

@@ -103,7 +103,9 @@ def _tensors_of_parameters(handle, make, length, device):
     def compile_mask():
         with torch.device("cpu"):
             signed = signed_parameters(mask.keep, mask.symmetric)
-            made = (make(layer, mask.block_size or 1, mask.diagonal) for layer in signed)
+            # The parameter of distance 0 is not the diagonal of all queries of a tile that is higher than wide.
+            diagonal = None if mask.query_block_size else mask.diagonal
+            made = (make(layer, mask.block_size or 1, diagonal) for layer in signed)
             return tuple(tensor.to(device) for tensors in made for tensor in tensors)
 
     return remember(mask, (make, device), compile_mask)

@@ -235,17 +235,19 @@ def attach_saved(
 def _own_configs(model: PreTrainedModel) -> None:
     """
     Give a model copies of its configurations, of which other models may have been made too. Base model and attention
-    modules share one: layers that were copied, and the parts of a composite model, have had their own.
+    modules share one, with all modules that have had that of an attention: layers that were copied, and the parts of a
+    composite model, have had their own.
     """
+    shared = {id(vars(module).get("config")) for module in attention_modules(model).values()}
+    parts = [part for part in model.base_model.modules() if id(vars(part).get("config", model)) in shared]
     copies: dict[int, Any] = {}
     for module in model.modules():
         attributes = vars(module)
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             attributes["config"] = copy.deepcopy(config, copies)
     vars(model.base_model)["config"] = model.config
-    for module in attention_modules(model).values():
-        if "config" in vars(module):
-            vars(module)["config"] = model.config
+    for part in parts:
+        vars(part)["config"] = model.config
 
 
 def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> None:

@@ -101,14 +101,14 @@ def finetuned_cell(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _summary(finished: Cells) -> list[Table]:
     """Means over seeds by task and system, and the paired difference of each system to the first."""
-    baseline = [*finished.values()][-1]["settings"]["baseline"]
+    first = {cell["settings"]["system"]: cell["settings"]["baseline"] for cell in finished.values()}
     removed = by_seed(finished, "input_sparsity", "task", "system")
     examples = by_seed(finished, "train_examples", "task")
     by_task = with_task_mean(nested(by_seed(finished, "score", "task", "system", times=100)))
     scores: dict[tuple[str, str], Seeds] = {
         (task, system): numbers for task, systems in by_task.items() for system, numbers in systems.items()
     }
-    compared = against(scores, 1, lambda key: (key[0], baseline))
+    compared = against(scores, 1, lambda key: (key[0], first[key[1]]))
     rows = []
     for (task, system), values in scores.items():
         row = {"task": task, "system": system}

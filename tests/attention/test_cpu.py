@@ -159,6 +159,19 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("diagonal", [None, True, False])
+@pytest.mark.parametrize(("width", "height"), [(1, 2), (1, 16), (2, 4)])
+def test_tiles_that_are_higher_than_wide(width, height, diagonal):
+    """Only the first query of such a tile has its own token at distance 0."""
+    keep = torch.rand(2, 2 * -(-20 // width) - 1) < 0.4
+    mask = SparseMask(keep, 20, "blocks", width, symmetric=False, query_block_size=height, diagonal=diagonal)
+    query, key, value = numbers(1, 2, 20, 32, count=3)
+    want, got = (
+        sparse_dot_product_attention(query, key, value, mask, backend=f"sparse_{name}") for name in ("eager", "cpu")
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "level", "dtype"),
     covering(FORMS * 2, [*LEVELS], [torch.float32, torch.bfloat16]),

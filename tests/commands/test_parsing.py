@@ -184,6 +184,12 @@ def test_a_flag_that_is_given_again_is_said(monkeypatch, words, said):
         ("tiles --search dam_s", {"search": "dam_s", "sparsity_weight": 0.0}, {}),
         ("tiles --search=dam_b", {"search": "dam_b", "sparsity_weight": 0.0, "block_size": 64}, {}),
         ("small --pattern null", {"sparsity_weight": 1e-4, "pattern": None}, {}),
+        ("small --target_sparsity 0.9", {"target_sparsity": 0.9}, {}),
+        (
+            "tiles --target_sparsity 0.9 --sparsity_weight 1",
+            {"search": "dam_b", "target_sparsity": 0.9, "sparsity_weight": 1.0, "block_size": 64},
+            {},
+        ),
     ],
 )
 def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model, data):
@@ -192,3 +198,5 @@ def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model
     about.add("block_size")
     assert {name: value for name, value in values["model"].items() if name in about} == model
     assert {name: value for name, value in values["data"].items() if name in {*about, "search_end"}} == data
+    assert values["training"]["save_strategy"] == "no"
+    assert "save_strategy" not in parse(["pretrain", *words.split(), "--save_steps", "10"])[1]["training"]

@@ -145,6 +145,25 @@ def test_masks_of_parts_come_back(kind, tmp_path):
     assert names == {"sdpa"}
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_dense_mask_for_a_decoder_leaves_its_cross_attention(attention, batch):
+    """A model put together in Python gives its decoder another configuration than the layers have."""
+    sizes = TINY | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    decoder = BertLMHeadModel(BertConfig(**sizes, is_decoder=True, add_cross_attention=True))
+    model = EncoderDecoderModel(encoder=BertModel(BertConfig(**sizes)), decoder=decoder).eval()
+    model.set_attn_implementation(attention)
+    ids = torch.arange(10 * batch).view(batch, 10) % 90 + 5
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(10) < 7).expand(batch, 10).long()}
+    inputs["decoder_input_ids"] = ids[:, :8]
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        attach(model.decoder, "dense", mask_length=10)
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+        detach(model.decoder)
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["captions", "dual"])
 def test_attach_names_the_parts(kind):
     make, parts, _ = COMPOSITES[kind]

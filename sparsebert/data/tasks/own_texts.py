@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ...checks import check_range, nearest
+from ...checks import check_range, nearest, no_effect
 from ..documents import hub_source
 from .classification import text_types
 from .task_files import (
@@ -79,15 +79,15 @@ def load(
     text_column: str | None = None,
     text_pair_column: str | None = None,
     label_column: str | None = None,
-    validation_share: float = 0.1,
-    split_seed: int = 0,
+    validation_share: float | None = None,
+    split_seed: int | None = None,
 ) -> "datasets.DatasetDict":
     """
     Load texts with labels (`"text_classification"`) or numbers (`"text_regression"`).
 
     The classes are those of the training split: sorted, as numbers if all are integers, or in the order of a dataset
-    that names them. Without a split `validation`, a share of the training split is held out, of each class if it has
-    enough examples.
+    that names them. Without a split `validation`, a share of the training split is held out (by default a tenth, drawn
+    with seed 0), of each class if it has enough examples.
 
     `data` is a file, a folder with files named by their splits, `"hub:owner/name"` or `"hub:owner/name:config"`. The
     columns are `id`, `text`, `text_pair` (for pairs) and `label`, a `ClassLabel` or a number, which test splits may
@@ -95,8 +95,12 @@ def load(
     """
     import datasets
 
-    check_range("validation_share", validation_share, 0.001, 0.999, float)
     sources = _sources(data)
+    for field, value in (("validation_share", validation_share), ("split_seed", split_seed)):
+        if value is not None and "validation" in sources:
+            raise no_effect(field, value, f"for {data}, which has a split 'validation'")
+    validation_share, split_seed = 0.1 if validation_share is None else validation_share, split_seed or 0
+    check_range("validation_share", validation_share, 0.001, 0.999, float)
     if splits is None:
         splits = [split for split in _CANONICAL if split in sources or split == "validation"]
     makes_validation = "validation" in splits and "validation" not in sources

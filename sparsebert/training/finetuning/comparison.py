@@ -45,8 +45,13 @@ def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[in
         raise ValueError(f"baseline {folder} is {found}, expected one of {data.task.name!r}")
     if not set(seeds) & set(runs):
         raise ValueError(f"baseline {folder} has the seeds {sorted(runs)}, none of {list(seeds)}")
+    run = next(iter(runs.values()))
+    if not any((run / f"predictions_{split}.jsonl").is_file() for split in data.evaluation_splits):
+        raise ValueError(
+            f"baseline {folder} has no predictions of {', '.join(data.evaluation_splits)} to compare with"
+        )
     for split in data.evaluation_splits:
-        stored = next(iter(runs.values())) / f"predictions_{split}.jsonl"
+        stored = run / f"predictions_{split}.jsonl"
         if stored.is_file() and _references(read_predictions(stored.parent, split)) != data.references(split):
             raise ValueError(f"baseline {folder} was evaluated on other examples of {split}")
 

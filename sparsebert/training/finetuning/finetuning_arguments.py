@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.dataclasses import validated_field
 from transformers import TrainingArguments
 
-from ...checks import CheckedFields, nearest, number
+from ...checks import CheckedFields, nearest, no_effect, number
 from ...data.tasks import Task
 from ...hub import HubArguments
 from ..runs.run_checks import check_seeds, read_training
@@ -119,11 +119,18 @@ def training_fields(fields: dict[str, Any], output_dir: str | os.PathLike, task:
 
 def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
     """The `TrainingArguments` of a run on a task, checked."""
+    for name in ("save_steps", "save_total_limit"):
+        if fields.get(name) is not None and "save_strategy" not in fields:
+            raise no_effect(name, fields[name], "without --save_strategy steps or epoch")
     arguments = read_training(training_fields(fields, output_dir, task))
     if arguments.label_smoothing_factor and not task.classifies:
         raise ValueError(
             f"label_smoothing_factor must be 0 for task {task.name}, whose labels are not classes, got "
             f"{arguments.label_smoothing_factor}"
+        )
+    if arguments.load_best_model_at_end and arguments.eval_strategy == "no":
+        raise no_effect(
+            "load_best_model_at_end", True, "with eval_strategy 'no': set --eval_strategy and --save_strategy epoch"
         )
     best = arguments.metric_for_best_model
     if best is not None and best.removeprefix("eval_") not in (known := ("loss", *task.metric_names())):

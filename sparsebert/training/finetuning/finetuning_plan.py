@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ...checks import nearest
+from ...checks import nearest, no_effect
 from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE
 from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir
@@ -47,6 +47,8 @@ def read_plan(recipe: dict[str, dict[str, Any]]) -> Plan:
                 f"{name} {recipe['training'][name]!r} would not be used: the sweep tries {values}; leave it out, or "
                 "pass --sweep false"
             )
+    if "num_train_epochs" in grid and recipe["training"].get("max_steps", -1) > 0:
+        raise no_effect("sweep: num_train_epochs", grid["num_train_epochs"], "with max_steps, which ends every run")
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     check_kept(output, "model", options)
     arguments, *_ = [

@@ -96,6 +96,8 @@ def check_training(fields: dict[str, Any]) -> None:
             raise ValueError(
                 f"report_to must be all, none or what is installed ({', '.join(installed) or 'nothing'}), got {name!r}"
             )
+    if fields.get("eval_steps") is not None and "eval_strategy" not in fields:
+        raise no_effect("eval_steps", fields["eval_steps"], "without --eval_strategy steps")
     steps, epochs = fields.get("max_steps"), fields.get("num_train_epochs")
     if steps is not None and steps != -1:
         check_range("max_steps", steps, 1)
