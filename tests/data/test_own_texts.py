@@ -86,6 +86,9 @@ class TestFiles:
         write_data("other.jsonl", lines(("x", "rare")))
         sizes = {name: len(rows) for name, rows in CLASSES.load(data, ["train", "other"]).items()}
         assert sizes == {"train": 50, "other": 1}
+        write_data("dev.jsonl", lines(("x", "rare")))
+        with pytest.raises(ValueError, match="split_seed 1 has no meaning for .*, which has a split 'validation'"):
+            CLASSES.load(data, split_seed=1)
 
 
 class TestMistakes:

@@ -281,6 +281,9 @@ def test_a_baseline_on_other_examples(recipe, glue_folder, tmp_path):
     (tmp_path / "RTE/dev.tsv").write_text("\n".join(text[:-1]) + "\n")
     with pytest.raises(ValueError, match="other examples of validation"):
         finetune(recipe(data=str(tmp_path / "RTE"), baseline=str(baseline)))
+    (baseline / "predictions_validation.jsonl").unlink()
+    with pytest.raises(ValueError, match="baseline .* has no predictions of validation to compare with"):
+        finetune(recipe(baseline=str(baseline)))
 
 
 # GLUE
