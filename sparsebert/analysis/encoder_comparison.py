@@ -50,8 +50,9 @@ def read_encoder(source: str, length: int, **hub_arguments: Any) -> TextEncoder:
     if not is_compiled(source, hub_arguments.get("subfolder")) and torch.cuda.is_available():
         model = model.cuda()
     attention = sparse_attention_of(model)
-    if attention is not None and attention.mask.length_policy == "error":
-        length = min(length, attention.mask.length)
+    mask = None if attention is None else attention.search or attention.mask
+    if mask is not None and mask.length_policy == "error":
+        length = min(length, mask.length)
     return TextEncoder(model, tokenizer, min(length, num_positions(config)), *pooling)
 
 

@@ -156,8 +156,9 @@ def test_what_an_engine_cannot_run_is_left_out(word_tokenizer, monkeypatch, caps
     assert "left out: engine float32: needs a CPU" in capsys.readouterr().err
 
 
-def test_a_mask_that_ends_cuts_the_texts(folders):
-    model = attach(BertModel(BertConfig(**TINY)), "window", mask_length=16, length_policy="error")
+@pytest.mark.parametrize("mask", ["window", "dam_u"])
+def test_a_mask_that_ends_cuts_the_texts(folders, mask):
+    model = attach(BertModel(BertConfig(**TINY)), mask, mask_length=16, length_policy="error")
     model.save_pretrained(folders / "sparse")
     encoder = encoder_comparison.read_encoder(str(folders / "sparse"), 40)
     assert encoder.length == 16 and np.isfinite(encoder.encode(["w1 " * 40])).all()
