@@ -33,7 +33,7 @@ from sparsebert.masks.matched import VARIED, matched_pattern
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.attaching import read_mask
 from sparsebert.models.inference.compiling import PRECISIONS
-from sparsebert.models.loading import load_any
+from sparsebert.models.loading import check_folder, load_any
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
 
 from ..harness.experiment import Cells, Experiment, common_settings
@@ -103,11 +103,13 @@ def _cells(settings):
 
 
 def _check(cell):
+    if "answers" in cell:
+        check_folder(cell["model"], "readers")
     config = read_config(located(cell["model"]))
     if "answers" in cell:
         name = (config.architectures or ["model without a head"])[0]
         if not name.endswith("ForQuestionAnswering"):
-            raise ValueError(f"readers must be models for question answering, got {cell['model']} with a {name}")
+            raise ValueError(f"readers must be models for question answering, got a {name} in {cell['model']}")
     if num_positions(config) != cell["known"] or cell["length"] % cell["known"]:
         raise ValueError(
             f"lengths must begin with the {num_positions(config)} tokens that {cell['model']} reads, before multiples "

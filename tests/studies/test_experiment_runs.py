@@ -465,7 +465,7 @@ def test_needles_are_answered_by_readers(run_cells, checkpoints, tmp_path):
     assert metrics["stock_answers_whole_40"]["removed"] == 0 < metrics["window_answers_whole_40"]["removed"]
     assert metrics["window_answers_split_80"]["removed"] == metrics["window_answers_whole_40"]["removed"]
     assert not any("mrr" in found for found in metrics.values())
-    with pytest.raises(ValueError, match="readers must be models for question answering, got .* BertForMaskedLM"):
+    with pytest.raises(ValueError, match="readers must be models for question answering, got a BertForMaskedLM in"):
         run_cells("needles", **fields | {"readers": [checkpoints["stock"]]})
 
 

@@ -47,10 +47,8 @@ def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, An
     that are finished.
     """
     data, training = PretrainingArguments(**recipe["data"]), read_training(recipe["training"])
-    seeds, output = (
-        read_seeds(data.seeds, training.seed, recipe["training"].get("seed")),
-        Path(str(training.output_dir)),
-    )
+    seeds = read_seeds(data.seeds, training.seed, recipe["training"].get("seed"))
+    output = Path(str(training.output_dir))
     folders = {seed: output / f"seed-{seed}" for seed in seeds} if len(seeds) > 1 else {seeds[0]: output}
     if len(seeds) > 1:
         check_intervals()
