@@ -12,7 +12,7 @@ from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_pr
 from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choosing import choice, timing
-from sparsebert.attention.choosing.choice import CHOICES, _has_amx, automatic, by_measurement
+from sparsebert.attention.choosing.choice import CHOICES, automatic, by_measurement
 
 
 HEADS = 2
@@ -49,11 +49,27 @@ def auto(density, **fields):
     ],
     ids=str,
 )
-def test_auto_by_density(fields, limit, otherwise):
-    if _has_amx() and "dtype" in fields and "dropout" not in fields:
-        limit = 0.02
+def test_auto_by_density(fields, limit, otherwise, monkeypatch):
+    monkeypatch.setattr(choice, "_has_amx", lambda: False)
     assert auto(limit - 0.02, **fields) == "sparse_cpu"
     assert auto(limit + 0.02, **fields) == otherwise
+
+
+@pytest.mark.parametrize(
+    "fields, limit",
+    [
+        ({}, 0.5),
+        ({"dtype": torch.bfloat16}, 0.15),
+        ({"dtype": torch.float16, "num_keys": 512, "num_queries": 512}, 0.15),
+        ({"dtype": torch.bfloat16, "gradients": True}, 0.3),
+        ({"dtype": torch.bfloat16, "dropout": True}, 0.3),
+    ],
+    ids=str,
+)
+def test_auto_with_amx(fields, limit, monkeypatch):
+    monkeypatch.setattr(choice, "_has_amx", lambda: True)
+    assert auto(limit - 0.02, **fields) == "sparse_cpu"
+    assert auto(limit + 0.02, **fields) != "sparse_cpu"
 
 
 @pytest.mark.parametrize(
