@@ -14,7 +14,7 @@ from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.learning.selection import SCOPES
-from sparsebert.masks.matched import MATCHED, VARIED
+from sparsebert.masks.matched import MATCHED, VARIED, matched_pattern
 from sparsebert.masks.sparse_mask import SPECIAL_TOKENS, SparseMask
 from sparsebert.masks.tiles import TILE
 from sparsebert.models.loading import load
@@ -35,10 +35,6 @@ SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
 # Those that keep what the dense model attends to most, as the search begins, with their fields.
 ATTENTION_MASKS = {"attention": {"search": "dam_s", "sparsity_scope": "head"}, "attention_tiles": {"search": "dam_b"}}
 LEARNED_MASKS = (*SEARCHED_MASKS, *ATTENTION_MASKS)
-# A window of whole tiles, as a GPU computes it.
-WINDOW_TILES = "window_tiles"
-
-
 @dataclass
 class MiniLMStudy:
     """
@@ -52,7 +48,7 @@ class MiniLMStudy:
             they are not.
         masks (`list[str]`): Keys of `SEARCHES`, `"attention"` (what the dense model attends to most) or
             `"attention_tiles"` (the same in tiles of 64 x 64), `"dense"` (no mask: what recovery alone does),
-            `"window_tiles"` (the nearest tiles) or names of patterns.
+            `"window_tiles"` or `"bigbird_tiles"` (these patterns of whole tiles) or names of patterns.
         lengths (`list[int]`): Tokens per row, n.
         sparsities (`list[float]`): Fractions of the attention to remove.
         seeds (`list[int]`): Seeds of the order of the text and of random masks.
@@ -134,9 +130,9 @@ def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
 
 def check(cell: dict[str, Any]) -> None:
     """Check that a cell can run."""
-    check_choice("masks", cell["mask"], (*LEARNED_MASKS, WINDOW_TILES, "dense", *VARIED))
+    check_choice("masks", cell["mask"], (*LEARNED_MASKS, *TILED, "dense", *VARIED))
     check_least(cell, 0, "recover")
-    check_range("lengths", cell["length"], 8)
+    check_range("lengths", cell["length"], 8 * TILE if cell["mask"] == "bigbird_tiles" else 8)
     check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
     if cell["shortest"] is not None:
@@ -178,9 +174,10 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = {"target_sparsity": cell["sparsity"]} if cell["mask"] in VARIED else {}
         model |= {"rest": cell["rest"]}
         data |= {"mask": cell["mask"]}
-        if cell["mask"] == WINDOW_TILES:
-            data |= {"mask": str(folder / WINDOW_TILES)}
-            _save_window_of_tiles(cell, source, folder / WINDOW_TILES)
+        if cell["mask"] in TILED:
+            data |= {"mask": str(folder / cell["mask"])}
+            tiles = TILED[cell["mask"]](cell, AutoConfig.from_pretrained(source).num_attention_heads)
+            tiles.save_pretrained(folder / cell["mask"])
     found = search_post_hoc({"data": data, "model": model})
     name = own_mask(found["mask"])
     before = found["agreement"][name]
@@ -209,15 +206,24 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
 
 
-def _save_window_of_tiles(cell, source, folder):
-    """Write the window of whole tiles that comes nearest to the sparsity, the same in all layers and heads."""
-    config = AutoConfig.from_pretrained(source)
-    distances = torch.arange(-(-cell["length"] // TILE)).expand(
-        config.num_hidden_layers, config.num_attention_heads, -1
-    )
+def _window_of_tiles(cell, num_heads):
+    """The window of whole tiles that comes nearest to the sparsity."""
+    distances = torch.arange(-(-cell["length"] // TILE)).expand(1, num_heads, -1)
     fields = {"form": "blocks", "block_size": TILE, "special_tokens": SPECIAL_TOKENS[2]}
     windows = [SparseMask(distances <= size, cell["length"], **fields) for size in range(distances.shape[-1])]
-    min(windows, key=lambda mask: abs(mask.sparsity - cell["sparsity"])).save_pretrained(folder)
+    return min(windows, key=lambda mask: abs(mask.sparsity - cell["sparsity"]))
+
+
+def _bigbird_of_tiles(cell, num_heads):
+    """The nearest tiles, random ones, and the first tile as a row and as a column, as BigBird is computed."""
+    length = cell["length"]
+    tiles = matched_pattern("bigbird", cell["sparsity"], -(-length // TILE), num_heads, seed=cell["seed"]).to_table()
+    keep = tiles.repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)[..., :length, :length]
+    return SparseMask(keep, length)
+
+
+# Patterns of whole tiles, as a GPU computes them, the same in all layers.
+TILED = {"window_tiles": _window_of_tiles, "bigbird_tiles": _bigbird_of_tiles}
 
 
 def _search_fields(cell):

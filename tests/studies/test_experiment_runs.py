@@ -36,6 +36,7 @@ from studies.shared.sentence_similarity import embed, similarity
 from studies.shared.task_parts import find_splits, write_parts
 from studies.sparsebert_paper.sparsebert_table3 import SHOWN, window_losses
 from studies.trained_models import offsets, separators
+from studies.trained_models.minilm import TILED
 
 
 pytestmark = pytest.mark.usefixtures("without_matplotlib")
@@ -268,6 +269,15 @@ def test_cells_of_a_trained_model_have_what_was_found(mask, run_cells, checkpoin
             model, tokenizer = AutoModel.from_pretrained(place).eval(), AutoTokenizer.from_pretrained(place)
             assert metrics[score] == pytest.approx(similarity(model, tokenizer, pairs)["spearman"])
     assert ("spearman_original" in metrics) == (mask == "dense")
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_patterns_of_whole_tiles(name):
+    mask = TILED[name]({"length": 1000, "sparsity": 0.8, "seed": 0}, 2)
+    assert mask.sparsity == pytest.approx(0.75, abs=0.1)
+    table = mask.to_table()[..., 64:-64, 64:-64]  # without the special tokens
+    first_of_tile = torch.arange(1000 - 128) // 64 * 64
+    assert torch.equal(table, table[..., first_of_tile[:, None], first_of_tile])
 
 
 def test_scores_through_adapted_weights_are_those_after_the_recovery(cells_of, tmp_path, monkeypatch):
