@@ -35,6 +35,8 @@ SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
 # Those that keep what the dense model attends to most, as the search begins, with their fields.
 ATTENTION_MASKS = {"attention": {"search": "dam_s", "sparsity_scope": "head"}, "attention_tiles": {"search": "dam_b"}}
 LEARNED_MASKS = (*SEARCHED_MASKS, *ATTENTION_MASKS)
+
+
 @dataclass
 class MiniLMStudy:
     """
