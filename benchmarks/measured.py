@@ -54,8 +54,10 @@ def reproduced(name, folder=REPRODUCED, scale="tiny"):
 
 def front_page():
     """By length: how much faster a mask makes the fastest dense MiniLM, and how close it keeps the embeddings."""
-    tables, xeon = (encoders.tables(_read(f"encoders{which}_cpu")["cells"]) for which in ("", "_xeon"))
-    on_xeon = {row["n"]: row["best against best"] for row in xeon["ratios"].as_json()["rows"]}
+    tables, *others = (encoders.tables(_read(f"encoders{which}_cpu")["cells"]) for which in ("", "_xeon", "_amx"))
+    on_xeon, with_amx = (
+        {row["n"]: row["best against best"] for row in found["ratios"].as_json()["rows"]} for found in others
+    )
     plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "rest"))
     columns = (
         ("cosine", rested, "cosine_before"),
@@ -67,6 +69,7 @@ def front_page():
         line = {"tokens": ratios["n"]}
         line |= {"dense, tokens/s": rates[ratios["best dense"]], "masked, tokens/s": rates[ratios["best sparse"]]}
         line |= {"faster, EPYC": ratios["best against best"], "faster, Xeon": on_xeon[ratios["n"]]}
+        line |= {"faster, Xeon with AMX": with_amx[ratios["n"]]}
         for name, cells, metric in columns:
             found = [cells.get(f"dam_s_{ratios['n']}_0.9_seed_{seed}") for seed in range(3)]
             values = [cell["metrics"][metric] for cell in found if cell is not None]
@@ -79,6 +82,7 @@ def front_page():
 TABLES = {
     "kernels.attention": lambda: [cpu_tables.attention(_read("attention_cpu"))],
     "kernels.densities": lambda: [cpu_tables.densities(_read("sweep_1024_cpu"))],
+    "kernels.densities_amx": lambda: [cpu_tables.densities(_read("sweep_amx_cpu"), ("phase", "n"), dtype="bfloat16")],
     "kernels.models": lambda: [
         cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
     ],
@@ -99,7 +103,7 @@ TABLES = {
         f"encoders_{name}.ratios": lambda name=name: [
             encoders.tables(_read(f"encoders_{name}_cpu")["cells"])["ratios"]
         ]
-        for name in ("learned", "xeon_learned")
+        for name in ("learned", "xeon_learned", "amx_learned")
     },
     "encoders_base.ratios": lambda: [
         encoders.tables([cell for tail in ("", "_8192") for cell in _read(f"encoders_base{tail}_cpu")["cells"]])[
@@ -110,8 +114,8 @@ TABLES = {
         f"encoders_{name}.{kind}": lambda name=name, kind=kind: [
             encoders.tables(_read(f"encoders_{name}_cpu")["cells"])[kind]
         ]
-        for name in ("mpnet", "zen3", "xeon")
-        for kind in ("ratios", "rates" if name == "xeon" else "cosines", "operator")
+        for name in ("mpnet", "zen3", "xeon", "amx")
+        for kind in ("ratios", "cosines" if name in ("mpnet", "zen3") else "rates", "operator")
     },
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [
@@ -131,7 +135,7 @@ TABLES = {
         f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [gpu_tables.attention(phase)]
         for phase in PHASES
     },
-    "gpu.tiles": lambda: [gpu_tables.tile_quality()],
+    "gpu.tiles": lambda: [gpu_tables.tile_quality(length) for length in (512, 1024, 2048)],
     "gpu.configurations": lambda: [gpu_tables.configurations()],
     "gpu.compiled": lambda: [gpu_tables.compiled()],
     "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],

@@ -42,14 +42,18 @@ def _by_length(title, header, rows):
     return make_table(title, (*header, *(f"n = {length}" for length in lengths)), body)
 
 
-def densities(report):
-    """How much faster `sparse_cpu` is than the best dense attention with a mask, by the share of live entries."""
+def densities(report, fields=("dtype", "phase"), **only):
+    """
+    How much faster `sparse_cpu` is than the best dense attention with a mask, by the share of live entries. A column
+    for all values of the `fields` of those cells that have the values `only`.
+    """
     rows = {}
     for cell in report["cells"]:
-        entry = ratio_text(cell["speed_up"][OURS][BEST_DENSE])
-        rows.setdefault(f"{cell['density']:.0%}", {})[cell["dtype"], cell["phase"]] = entry
+        if all(cell[name] == value for name, value in only.items()):
+            entry = ratio_text(cell["speed_up"][OURS][BEST_DENSE])
+            rows.setdefault(f"{cell['density']:.0%}", {})[tuple(cell[name] for name in fields)] = entry
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    header = ("live", *(f"{dtype}, {phase}" for dtype, phase in columns))
+    header = ("live", *(", ".join(map(str, key)) for key in columns))
     return make_table("By density", header, [[live, *(row[key] for key in columns)] for live, row in rows.items()])
 
 
