@@ -76,7 +76,7 @@ def pooled_rest(
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (states.to(dtype) for states in (query, key, value))
         if keys is None:
-            mean, count = query.mean(2, keepdim=True), torch.tensor(float(key.shape[2]), device=query.device)
+            mean, count = query.mean(2, keepdim=True), torch.full((), float(key.shape[2]), device=query.device)
         else:
             # Zeros in the place of padding, which may hold anything.
             query, key, value = (

@@ -4,10 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..masks.compiled_forms import narrowed, windowed
-from ..masks.exported import exporting
+from ..masks.exported import exporting, recorded
 from .backends import prepared
 from .biases.bias_entries import REMOVED
 from .biases.mask_biases import near_entries
@@ -55,5 +53,5 @@ def local_inputs(
 
 
 def _may_be_left(padding):
-    """Whether a sequence starts with padding. Under compilation the question would depend on data."""
-    return torch.compiler.is_compiling() or not bool(padding[:, 0].all())
+    """Whether a sequence starts with padding. In a graph the question would depend on data."""
+    return recorded() or not bool(padding[:, 0].all())

@@ -12,12 +12,16 @@ from collections.abc import Callable, Hashable
 import torch
 
 from .expansion import fill_fixed_entries, signed_parameters
+from .exported import captured
 from .sparse_mask import SparseMask
 
 
-# Bytes of cached forms per mask; beyond this the least recently used are dropped. Padded batches vary in length.
+# Bytes of cached forms per mask beside the largest of them; beyond this the least recently used are dropped. Padded
+# batches vary in length.
 MAX_BYTES = 2**28
 _COMPILED: "weakref.WeakKeyDictionary[SparseMask, dict[Hashable, tuple]]" = weakref.WeakKeyDictionary()
+# Forms that a CUDA graph reads, which knows their addresses only.
+_CAPTURED: "weakref.WeakKeyDictionary[SparseMask, dict[Hashable, tuple]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()  # replicas of DataParallel share a mask
 
 
@@ -44,6 +48,12 @@ def _size(values):
     return sum(tensor.nbytes for tensor in _tensors_in(values))
 
 
+def _others(forms):
+    """Bytes of all forms but the largest, which smaller ones are not to drive out in turns."""
+    sizes = sorted(map(_size, forms))
+    return sum(sizes[:-1])
+
+
 def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tuple:
     """
     The result of `make()`, a tuple of tensors, masks or block masks, kept by `key` for as long as the mask lives.
@@ -57,10 +67,11 @@ def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tupl
                 values = make()
             if any(type(tensor) is not torch.Tensor for tensor in _tensors_in(values)):
                 return values  # without data, as under FakeTensorMode: it means nothing outside
-            room = MAX_BYTES - _size(values)
-            while cache and sum(map(_size, cache.values())) > room:
+            while cache and _others([values, *cache.values()]) > MAX_BYTES:
                 cache.pop(next(iter(cache)))
         cache[key] = values  # the end of a dict is the most recently used
+        if captured():
+            _CAPTURED.setdefault(mask, {})[key] = values
     return values
 
 

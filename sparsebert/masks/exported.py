@@ -20,6 +20,16 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
+def captured() -> bool:
+    """Whether a CUDA graph records what runs."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def recorded() -> bool:
+    """Whether what runs is compiled or [`captured`], where no question about data can be answered."""
+    return torch.compiler.is_compiling() or captured()
+
+
 def exported_structure(mask: SparseMask, length: int, device: torch.device) -> torch.Tensor:
     """
     [`SparseMask.structure`] for a length that may be a symbol; the graph holds `keep` as a constant. What the length

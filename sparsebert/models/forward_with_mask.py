@@ -20,7 +20,7 @@ from ..attention.choosing.choice import ATTENTION_NAMES, TWINS, sparse_name, wit
 from ..attention.interface import WITHOUT_INTERFACE, register_names
 from ..attention.mask_inputs import MaskInPlace, MaskInputs, autocast_dtype
 from ..attention.model_masks import sparse_attention_of
-from ..masks.exported import exporting
+from ..masks.exported import exporting, recorded
 from .architectures import bias_by_distance, cached_length, configs_of, input_shape
 from .coverage import check_reached
 from .model_configs import STOCK_NAMED, Derived
@@ -161,7 +161,7 @@ def _with_mask_inputs(model, names, args, kwargs):
             )
         padding = padding.to(device).bool() if dimensions == 2 else None
     # As in transformers, a mask without padding is no mask. In a graph the question would depend on data.
-    if padding is not None and not exported and not torch.compiler.is_compiling():
+    if padding is not None and not exported and not recorded():
         if bool(padding.all()):
             padding = None
         elif not bool(padding.any(-1).all()):

@@ -62,15 +62,21 @@ LENGTHS = (7, 70)
         *(("sparse_cpu", "float32", flags) for flags in ((False,) * 3, (True, False, True), (False, True, True))),
         *((name, "bfloat16", (True, True, True)) for name in ("sparse_sdpa", "sparse_eager")),
         *((name, "bfloat16", (True, True, True, False, 512, 2, 0, True)) for name in ("sparse_cpu", "sparse_sdpa")),
+        *(
+            (name, "bfloat16", (padded, True, True, False, 512, 2, 0, False, True))
+            for name in ("sparse_cpu", "sparse_eager")
+            for padded in (False, True)
+        ),
     ],
     ids=str,
 )
 def test_right_backends_pass(name, dtype, flags):
-    finding = examine(name, "cpu", Setting(dtype, 16, *flags), LENGTHS)
+    setting = Setting(dtype, 16, *flags)
+    finding = examine(name, "cpu", setting, LENGTHS)
     assert finding["right"] and finding["reason"] is None
     compared = {"output", "output without a key"}
     compared |= {f"gradient of the {which}" for which in ("query", "key", "value")} if flags[2] else set()
-    compared |= {"gradient of the bias per distance"} if len(flags) > 3 else set()
+    compared |= {"gradient of the bias per distance"} if setting.distances else set()
     compared |= {"dropout factor", "dropout rate", "dropout outside of the mask"} if flags[1] else set()
     assert set(finding["errors"]) == compared
     for each in finding["errors"].values():
@@ -120,6 +126,12 @@ FAULTS = {
         )(run, *arguments),
         "gradient of the bias per distance",
     ),
+    "a heavier rest": (
+        lambda run, *arguments: changed(rest=tuple(one if one is None else one + 0.1 for one in arguments[3].rest))(
+            run, *arguments
+        ),
+        "output",
+    ),
 }
 
 
@@ -127,7 +139,7 @@ def examined(monkeypatch, function):
     backend = BACKENDS["sparse_cpu"]
     faulty = replace(backend, function=functools.partial(function, backend.function))
     monkeypatch.setitem(BACKENDS, "sparse_cpu", faulty)
-    return examine("sparse_cpu", "cpu", replace(SETTING, distances=True), LENGTHS)
+    return examine("sparse_cpu", "cpu", replace(SETTING, distances=True, rest=True), LENGTHS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -145,7 +157,7 @@ def test_an_error_is_a_fault(monkeypatch):
 
     finding = examined(monkeypatch, raising)
     assert not finding["right"]
-    assert finding["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert finding["reason"] == "RuntimeError: no such kernel ... CUDA error: an illegal memory access was encountered"
 
 
 def test_every_step_is_said_and_the_outcome_at_the_end():

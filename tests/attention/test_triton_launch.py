@@ -35,6 +35,7 @@ class Gpu:
         monkeypatch.setattr(JITFunction, "run", self.run)
         monkeypatch.setattr(testing, "do_bench", self.do_bench)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(triton_launch, "_CHOSEN", {})
 

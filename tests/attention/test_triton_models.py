@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from bert_batch import check_sequence_of_padding
 from test_triton import lists  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AlbertConfig, AlbertModel, BertModel, MPNetModel
@@ -149,3 +150,10 @@ def test_every_replay_of_a_graph_draws_other_dropout(dropping, ids):
             graph.replay()
             results.append(output.clone())
     assert not torch.equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+def test_sequence_of_padding_on_cuda(tiny_config, caplog):
+    backends = ("sparse_eager", "sparse_sdpa", "sparse_triton", "sparse_flex")
+    check_sequence_of_padding(tiny_config, caplog, backends, "cuda")

@@ -30,6 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the process with the interpreter"),
+    *([pytest.mark.gpu] if CUDA else []),
 ]
 
 SHORT = [

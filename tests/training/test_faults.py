@@ -22,13 +22,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from bert_batch import check_sequence_of_padding
 from conftest import SEARCH, TINY, WORDS, contents, growth, tokenizer_of
 from processes import SERVER, die_at, start, start_command, wait_for
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
-from transformers.utils import logging as hf_logging
 
 from sparsebert import (
     MaskFileError,
@@ -271,36 +271,9 @@ def row_empty_by_padding():
         assert (query.grad[:, :, 1] == 0).all() and key.grad.isfinite().all()
 
 
-def all_padding(tiny_config, caplog, backends, device):
-    ids, padding = torch.randint(5, 100, (3, 12), device=device), torch.ones(3, 12, dtype=torch.long, device=device)
-    padding[1], padding[2, 7:] = 0, 0
-    labels = ids.masked_fill(padding == 0, -100)
-    hf_logging.warning_once.cache_clear()
-    states = []
-    for backend in backends:
-        torch.manual_seed(0)
-        # Heads of 32, since sparse_triton has no smaller ones.
-        config = tiny_config(pattern="window", hidden_size=128, attn_implementation=backend)
-        model = SparseBertForMaskedLM(config).to(device)
-        for _ in range(2):
-            output = model(ids, padding, labels=labels, output_hidden_states=True)
-        output.loss.backward()
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        assert output.loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)
-        states.append(output.hidden_states[-1].detach())
-        torch.testing.assert_close(states[-1], states[0], atol=1e-5, rtol=1e-5)
-    assert caplog.text.count("padding only") == 1
-
-
 @row(10, "sample of padding only")
 def sample_of_padding(tiny_config, caplog):
-    all_padding(tiny_config, caplog, CPU_BACKENDS, "cpu")
-
-
-@row(10, "sample of padding only on CUDA", pytest.mark.gpu)
-def sample_of_padding_on_cuda(tiny_config, caplog):
-    backends = ("sparse_eager", "sparse_sdpa", "sparse_triton", "sparse_flex")
-    all_padding(tiny_config, caplog, backends, "cuda")
+    check_sequence_of_padding(tiny_config, caplog, CPU_BACKENDS, "cpu")
 
 
 @row(11, "mask not binary")

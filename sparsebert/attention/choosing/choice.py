@@ -200,10 +200,11 @@ def _times(names, mask, request):
     devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     trials = {}
     # The caller's random numbers must not depend on whether something was measured.
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(request.gradients):
         for name in names:
             try:
-                run = trial(name, mask, request)
+                # A copy, since the forms of all backends may be more than one mask keeps.
+                run = trial(name, mask.replace(), request)
                 run()
             except RuntimeError as error:  # out of memory, or a failing compiler: measure the others
                 logger.warning_once(f"sparse_measure leaves out {name}: {str(error).strip().splitlines()[-1]}")

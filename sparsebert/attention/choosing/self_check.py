@@ -8,6 +8,7 @@ process that called it.
 Letters: B batch, H heads, n length, d head size.
 """
 
+import functools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from ..distance_bias import distance_table
 from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
 from ..mask_inputs import MaskInputs
+from ..rest import pooled_rest, rest_fields
 from .self_check_results import FINISHED, TRUSTED, Outcome, Setting, finding_of
 from .timing import measure, timed_layers, trial
 
@@ -75,8 +77,10 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
     query, key, value, grad = drawn.to(device, getattr(torch, setting.dtype)).transpose(2, 3).unbind(0)
     scaling = setting.head_size**-0.5
     bias = [torch.linspace(-2, 2, HEADS * (2 * length - 1), device=device).view(HEADS, -1)] * setting.distances
-    for mask, causal in masks(length):
-        keep = _kept(mask, padding, causal, query)
+    for without, causal in masks(length):
+        keep = _kept(without, padding, causal, query)
+        mask = without.replace(rest="mean") if setting.rest and not causal else without
+        rest = _rest_of(mask, padding, keep)
 
         def attention(query, key, value, bias=None, mask=mask, causal=causal):
             torch.manual_seed(length)
@@ -86,11 +90,11 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
         factors = None
         if setting.dropout:
             with torch.no_grad():
-                factors, compared = _dropout_factors(attention, keep, query)
+                factors, compared = _dropout_factors(functools.partial(attention, mask=without), keep, query)
             yield from compared
 
-        def formula(query, key, value, bias=None, keep=keep, factors=factors):
-            return _dense(query, key, value, keep, factors, scaling, bias)
+        def formula(query, key, value, bias=None, keep=keep, factors=factors, rest=rest):
+            return _dense(query, key, value, keep, factors, scaling, bias, rest)
 
         leaves = [query, key, value, *bias]
         results = _results(attention, leaves, grad, setting.gradients)
@@ -101,7 +105,8 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> I
         for what, got, want, other in zip(names, results, truth, plain, strict=False):
             error, allowed = (_largest(each.double() - want) for each in (got, other))
             yield what, error, 2 * allowed + units * max(1.0, _largest(want))
-        yield "output without a key", _largest(results[0][~keep.any(-1)]), 0.0
+        has_key = keep.any(-1) if rest is None else keep.any(-1) | (rest[1][..., 0] > 0)
+        yield "output without a key", _largest(results[0][~has_key]), 0.0
 
 
 def _largest(tensor):
@@ -117,12 +122,37 @@ def _kept(mask, padding, causal, query):
     return keep.expand(*query.shape[:2], length, length)
 
 
-def _dense(query, key, value, keep, factors, scaling, bias):
+def _rest_of(mask, padding, keep):
+    """
+    What [`_dense`] reads of a mask with a rest, else `None`: inputs that say what is pooled, and how many keys the
+    rest stands for, `(B, H, n, 1)`, 0 where a query has none.
+    """
+    if mask.rest == "none":
+        return None
+    inputs = MaskInputs("sparse_eager", *keep.shape[2:], keep.device, mask, padding, False)
+    inputs = replace(inputs, **rest_fields(mask, inputs)).for_layer(0)
+    real = torch.ones_like(keep[:, 0, 0]) if padding is None else padding
+    removed = (real.sum(-1)[:, None, None, None] - keep.sum(-1, keepdim=True)) * real[:, None, :, None]
+    if inputs.rest_keys is not None:
+        removed = removed * inputs.rest_keys.any(-1)[:, None, None, None]
+    return inputs, removed
+
+
+def _dense(query, key, value, keep, factors, scaling, bias, rest):
     """Plain PyTorch: the whole score matrix, softmax in float32 or float64; probabilities times `factors`."""
-    power, rest = power_of_two(scaling)
-    scores = ((query * power) @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * rest
+    power, left = power_of_two(scaling)
+    scores = ((query * power) @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * left
     if bias is not None:
         scores = scores + distance_table(bias, *scores.shape[2:])
+    if rest is not None:
+        inputs, removed = rest
+        pooled = pooled_rest(query, key, value, inputs, scaling)
+        own = (query.to(pooled.key.dtype) @ pooled.key[..., None]) * scaling + pooled.score[..., None, None]
+        scores = torch.cat([scores, own + removed.clamp(min=1).log()], -1)
+        keep = torch.cat([keep, removed > 0], -1)
+        value = torch.cat([value, pooled.value[:, :, None].to(value.dtype)], 2)
+        if factors is not None:
+            factors = torch.nn.functional.pad(factors, (0, 1), value=1.0)
     weights = scores.masked_fill(~keep, REMOVED).softmax(-1) * keep.any(-1, keepdim=True)
     weights = weights if factors is None else weights * factors
     return weights.to(value.dtype) @ value
@@ -196,8 +226,9 @@ def _excess(found):
 
 
 def _described(error):
+    # The first line of an error of CUDA says what happened, the last one of a compiler's.
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1]}"
+    return f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
 
 
 def _synchronize(device):
@@ -230,10 +261,11 @@ def times(
     batch = max(1, TOKENS[kind] // setting.length)
     request = setting.request(device, setting.length, batch, timed.num_heads)
     trials, reasons = {}, {}
-    with torch.enable_grad():
+    with torch.set_grad_enabled(setting.gradients):
         for name in names:
             try:
-                trials[name] = trial(name, timed, request)
+                # A copy, since the forms of all backends may be more than one mask keeps.
+                trials[name] = trial(name, timed.replace(), request)
                 trials[name]()
                 _synchronize(device)
             except Exception as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[name])
 importlib.import_module(module).main(sys.argv[2])
 """
+# How the runtimes of CUDA say that memory has run out.
+_MEMORY = re.compile("out ?of ?memory|ALLOC_FAILED", re.IGNORECASE)
 # Signals by which others stop a process, which says nothing about a kernel.
 _STOPPED = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"}  # not all of which Windows has
 _LOCK = threading.RLock()  # replicas of DataParallel ask at the same time
@@ -103,7 +106,7 @@ def _one_process(settings: Sequence[Setting], timeout: float, command: Sequence[
                 with suppress(ValueError, KeyError, TypeError, AttributeError):  # what a library prints
                     begun = Outcome.from_json(json.loads(line))
                     if begun.ended == FINISHED:
-                        memory = any("OutOfMemory" in (found["reason"] or "") for found in begun.backends.values())
+                        memory = any(_MEMORY.search(found["reason"] or "") for found in begun.backends.values())
                         outcomes.append(replace(begun, lasting=not memory))
                         begun, end = None, time.monotonic() + timeout
         finally:
@@ -112,7 +115,8 @@ def _one_process(settings: Sequence[Setting], timeout: float, command: Sequence[
             where, said = f" (at: {begun.ended})" if begun else "", _last_line(log)
             ended = f"{ended}{where}{': ' if said else ''}{said}"
             found = begun.backends if begun else {}
-            outcomes.append(Outcome(settings[len(outcomes)], found, ended, lasting and begun is not None))
+            lasting = lasting and begun is not None and not _MEMORY.search(said)
+            outcomes.append(Outcome(settings[len(outcomes)], found, ended, lasting))
     return outcomes
 
 

@@ -31,9 +31,9 @@ FEW_TILES = 256
 class Setting:
     """
     The properties of a forward that a self-check is about, as in [`Request`], whether there is a bias per distance
-    (`distances`), and the properties of the mask with which times are taken: its number of tokens `length`, the tenths
-    of its tiles, rounded up, that hold an entry (`live`), and the tenths of these in which not all entries are on
-    (`partial`), for which a kernel takes longer.
+    (`distances`) and a `rest`, and the properties of the mask with which times are taken: its number of tokens
+    `length`, the tenths of its tiles, rounded up, that hold an entry (`live`), and the tenths of these in which not
+    all entries are on (`partial`), for which a kernel takes longer.
     """
 
     dtype: str
@@ -46,10 +46,11 @@ class Setting:
     live: int = 2
     partial: int = 0
     distances: bool = False
+    rest: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("padded", "dropout", "gradients", "causal", "distances") if getattr(self, name)]
-        return ", ".join([self.dtype, f"heads of {self.head_size}", *flags])
+        flags = ("padded", "dropout", "gradients", "causal", "distances", "rest")
+        return ", ".join([self.dtype, f"heads of {self.head_size}", *(name for name in flags if getattr(self, name))])
 
     @classmethod
     def of(cls, request: Request, longest: int | None, live: float, full: float) -> "Setting":
@@ -70,13 +71,15 @@ class Setting:
             math.ceil(10 * live),
             math.ceil(10 * (live - full) / live) if live else 0,
             "distance_bias" in request.needs,
+            "rest" in request.needs,
         )
 
     def request(self, device: str, length: int, batch: int, num_heads: int) -> Request:
         """The [`Request`] of a call in this setting."""
         where, shape = torch.device(device), (batch, num_heads, length, length, self.head_size)
         flags = (self.dropout, self.gradients, self.padded, self.causal)
-        needs = frozenset({"distance_bias"} if self.distances else ())
+        has = {"distance_bias": self.distances, "rest": self.rest}
+        needs = frozenset(need for need in has if has[need])
         return Request(where.type, getattr(torch, self.dtype), *shape, *flags, needs, index=where.index)
 
 

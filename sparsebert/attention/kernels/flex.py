@@ -40,6 +40,8 @@ def refuse(request: "Request") -> str | None:
         return f"it runs on {' or '.join(BLOCK_SIZES)}, got device {request.device!r}"
     if request.device == "cpu" and request.gradients:
         return "it has no gradients on device 'cpu'; run under torch.no_grad()"
+    if "distance_bias" in request.needs and request.gradients and torch.are_deterministic_algorithms_enabled():
+        return "its gradient of a bias per distance is not deterministic"
     if request.device == "cpu" and "rest" in request.needs and torch.compiler.is_compiling():
         return "inside torch.compile it has no rest on device 'cpu'"
     if request.num_queries != request.num_keys:
@@ -227,13 +229,15 @@ def _forms(table, block):
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The block mask of every layer, with a rest in a pair with [`removed_keys`]."""
     device, block = inputs.device, BLOCK_SIZES[inputs.device.type]
-    forms = compiled(mask, _forms, inputs.num_keys, inputs.causal, device, options=(block,))
+
+    def forms():
+        return compiled(mask, _forms, inputs.num_keys, inputs.causal, device, options=(block,))
 
     def make():
         tokens = (inputs.first(), inputs.last())
         return tuple(
             make_block_mask(*form, block, inputs.padding, *tokens, mask.diagonal, inputs.causal, mask.special_rows)
-            for form in forms
+            for form in forms()
         )
 
     if inputs.padding is not None or torch.compiler.is_compiling():
@@ -249,7 +253,7 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     else:
         tokens = (inputs.first(), inputs.last())
         rules = (inputs.padding, tokens, mask.diagonal, mask.special_rows)
-        removed = [_removed_with_padding(form[0], *rules) for form in forms]
+        removed = [_removed_with_padding(form[0], *rules) for form in forms()]
     return {"compiled": tuple(zip(masks, removed, strict=True))}
 
 

@@ -52,7 +52,7 @@ def sdpa_attention(
         if dtype == torch.float16 != bias.dtype:
             # Kept finite, since a query without a key would otherwise give NaN.
             bias = bias.clamp(min=torch.finfo(dtype).min)
-        bias = bias.to(dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        bias = bias.to(dtype)
     if query.device.type == "cuda":
         query, key, value = map(_aligned, (query, key, value))
     output = torch.nn.functional.scaled_dot_product_attention(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ...masks.exported import recorded
+
 
 Configuration = tuple[int, ...]
 Configurations = list[Configuration]
@@ -166,7 +168,7 @@ def chosen(
     if len(choices) == 1 or torch.are_deterministic_algorithms_enabled():
         return choices[0]
     if key not in _CHOSEN:
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if recorded():
             return choices[0]
         with _LOCKS.setdefault(device, threading.Lock()):
             if key not in _CHOSEN:
