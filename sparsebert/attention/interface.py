@@ -27,6 +27,8 @@ from .probability_maps import PROBABILITY_MAPS
 logger = logging.get_logger(__name__)
 
 _OWN = tuple(BACKENDS)
+# The stock encoders that can carry a mask, see `models.architectures`, which has the rows.
+ARCHITECTURES: dict[str, str] = {}
 # Model types whose stock attention adds the mask to the scores, under whatever name: it has no interface.
 WITHOUT_INTERFACE = ("mpnet",)
 _RUNS_DENSE = (
@@ -64,7 +66,7 @@ def sparse_attention_forward(
         attention_mask = attention_mask.attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     carries_mask = getattr(module, "sparse_attention", None) is not None
-    if carries_mask and (mask_inputs is None or mask_inputs.distance_bias[0] is None):
+    if carries_mask and mask_inputs is not None and mask_inputs.distance_bias[0] is None:
         check_arguments(module, {"position_bias": position_bias})
     if not carries_mask:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) in SAVED_NAMES:
@@ -129,14 +131,18 @@ def sparse_attention_mask(
     A [`MaskInPlace`] stays what it is. For bidirectional and causal attention it returns the padding mask `(B, m)` or
     `None` unchanged, since [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`]
     where there is none. For anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n,
-    m)`. A stock model `WITHOUT_INTERFACE` gets what is to be added to its scores.
+    m)`. A stock model `WITHOUT_INTERFACE`, or one that is none of the `ARCHITECTURES`, gets what is to be added to its
+    scores: it may do so itself, or not say whether it is causal.
     """
     if isinstance(attention_mask, MaskInPlace):
         return attention_mask  # type: ignore[return-value]
-    if getattr(kwargs.get("config"), "model_type", None) in WITHOUT_INTERFACE:
-        if not torch.compiler.is_compiling():
-            logger.warning_once(_RUNS_DENSE % "MPNetSelfAttention")
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in WITHOUT_INTERFACE and not torch.compiler.is_compiling():
+        logger.warning_once(_RUNS_DENSE % "MPNetSelfAttention")
+    if model_type is not None and (model_type in WITHOUT_INTERFACE or model_type not in ARCHITECTURES):
         functions: Any = {"mask_function": mask_function, "attention_mask": attention_mask}
+        if model_type not in ARCHITECTURES:
+            kwargs["allow_is_bidirectional_skip"] = False
         return eager_mask(batch_size, q_length, kv_length, **functions, **kwargs)
     q_offset = kwargs.get("q_offset", 0)  # a tensor in a cache of fixed size
     has_room = isinstance(q_offset, torch.Tensor) or kwargs.get("kv_offset", 0) + kv_length > q_offset + q_length

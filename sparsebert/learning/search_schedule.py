@@ -24,15 +24,14 @@ logger = logging.get_logger(__name__)
 
 
 def _searched_in(model):
-    """The mask of a model or, without one, that of a part of it that is searched, as in an encoder-decoder."""
+    """The mask of a model or a part of it that is searched, as in an encoder-decoder, or else that of the model."""
     found = sparse_attention_of(model)
-    if found is not None or not isinstance(model, torch.nn.Module):
-        return found
-    parts = [module for module in model.modules() if sparse_attention_of(module) is not None]
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    parts = [module for module in modules if sparse_attention_of(module) is not None]
     searched = {id(part): part for part in map(sparse_attention_of, parts) if part.searching}
     if len(searched) > 1:
         raise ValueError(f"SearchSchedule is for one search, not {len(searched)}: call set_progress of each")
-    return next(iter(searched.values()), None)
+    return next(iter(searched.values()), found)
 
 
 class SearchSchedule(TrainerCallback):

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..attention.interface import ARCHITECTURES
 from ..hub import commit_of
 from ..learning.mask_description import Carrier, MaskDescription, default_mask_length
 from .families import layoutlm, mpnet, t5
@@ -20,7 +21,7 @@ from .families import layoutlm, mpnet, t5
 
 # Model type to the class of its self-attention. It passes the keyword arguments of the base model on to the attention
 # function of transformers, which is how a mask reaches it, unless `FAMILIES` say otherwise.
-ARCHITECTURES = {
+ARCHITECTURES |= {
     "albert": "AlbertAttention",
     "bert": "BertSelfAttention",
     "camembert": "CamembertSelfAttention",

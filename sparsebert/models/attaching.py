@@ -32,9 +32,8 @@ from .model_configs import (
     STOCK_NAMED,
     AttachedConfig,
     Derived,
-    MaskedConfigMixin,
+    derive_configs,
     derived_class,
-    forget_saved_fields,
 )
 from .saving import AttachedModel, check_base
 from .sparse_attention import SparseAttention, get_sparse_attention
@@ -202,7 +201,18 @@ def attach(
     ):
         raise ValueError(f"{type(inner).__name__} is offloaded, so a search would have no weights: attach it before")
     attach_described(inner, mask, attn_implementation, **options)
+    if model is not inner and isinstance(model, nn.Module):
+        own = set(inner.modules())
+        if others := [type(part).__name__ for part in model.modules() if _is_other_model(part, own)]:
+            logger.warning(
+                f"attach: the first encoder of this {type(model).__name__} has the mask, and {', '.join(others)} stay "
+                "dense unless a mask is attached to them too"
+            )
     return model
+
+
+def _is_other_model(module, own):
+    return isinstance(module, PreTrainedModel) and module.base_model is module and module not in own
 
 
 def attach_described(
@@ -254,10 +264,7 @@ def attach_class(model: PreTrainedModel, attn_implementation: str | None) -> Non
     """Give a model with an attached module the class of an attached model, and its attention implementation."""
     stock = model.config._attn_implementation
     vars(model)["_stock_attention"] = None if stock in SAVED_NAMES else stock
-    for config in configs_of(model):
-        if not isinstance(config, MaskedConfigMixin):
-            config.__class__ = derived_class(AttachedConfig, type(config))
-            forget_saved_fields(config)
+    derive_configs(configs_of(model))
     _change_class(model, derived_class(AttachedModel, type(model)))
     model.set_attn_implementation(attn_implementation or "sparse_auto")
 

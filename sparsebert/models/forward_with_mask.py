@@ -23,7 +23,7 @@ from ..attention.model_masks import sparse_attention_of
 from ..masks.exported import exporting, recorded
 from .architectures import bias_by_distance, cached_length, configs_of, input_shape
 from .coverage import check_reached
-from .model_configs import STOCK_NAMED, Derived
+from .model_configs import STOCK_NAMED, Derived, derive_configs
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
 
@@ -92,6 +92,7 @@ class MaskedBase(Derived, MaskedForward):
     ) -> None:
         """Save this model alone, without its head, and its frozen mask beside it."""
         sparse_attention: Any = self.sparse_attention
+        derive_configs(configs_of(self))
         sparse_attention.record_progress()
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if sparse_attention.mask is not None and is_main_process:

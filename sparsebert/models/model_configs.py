@@ -3,6 +3,7 @@ Configurations of models with a mask: what they do differently, and what their f
 is loaded and, for a BERT, which code runs it where this package is not installed.
 """
 
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from os import PathLike
@@ -159,6 +160,17 @@ class AttachedConfig(Derived, MaskedConfigMixin):
         if not isinstance(other, self.stock_class):
             return NotImplemented
         return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))
+
+
+def derive_configs(configs: Iterable[PreTrainedConfig]) -> None:
+    """
+    Have the configurations of a model with a mask say so when they are saved, also those that another model, of which
+    it became a part, has given it.
+    """
+    for config in configs:
+        if not isinstance(config, MaskedConfigMixin):
+            config.__class__ = derived_class(AttachedConfig, type(config))
+            forget_saved_fields(config)
 
 
 def saved_fields(model_type: str) -> dict[str, Any]:

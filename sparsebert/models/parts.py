@@ -105,8 +105,12 @@ def remove_parts(names: list[str], folder: Path) -> None:
 
 def forget_in_parts(model: PreTrainedModel) -> None:
     """Give a model that was loaded with the attention implementation of [`named_in_config`] that of a stock one."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for part in reversed(models):  # the inner ones first
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)][::-1]  # inner ones first
+    for part in models:  # each by its own rule, before the parts of a configuration by the rule of who has it
+        forget_saved_fields(part.config)
+        if part.config._attn_implementation is None:
+            part.config._attn_implementation_internal = part.get_correct_attn_implementation(None)
+    for part in models:
         for module in part.modules():
             if not isinstance(found := vars(module).get("config"), PreTrainedConfig):
                 continue

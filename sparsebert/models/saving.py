@@ -34,10 +34,11 @@ from ..masks.mask_files import (
 from ..masks.pushing import push_folder
 from ..masks.shipped import is_for
 from ..masks.sparse_mask import SparseMask
+from .architectures import configs_of
 from .bert.configuration_sparsebert import SparseBertConfig
 from .forward_with_mask import MaskedForward
 from .model_cards import save_model_card
-from .model_configs import AUTO_MAP_FIELD, Derived, saved_fields
+from .model_configs import AUTO_MAP_FIELD, Derived, derive_configs, saved_fields
 from .sparse_attention import SparseAttention, get_sparse_attention
 
 
@@ -249,6 +250,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
     def prepare_saving(self) -> None:
         """Check whether the model can be loaded from what is saved, and have its configuration describe the mask."""
         self._check_layers()
+        derive_configs(configs_of(self))
         self.sparse_attention.record_progress()
         self._describe_mask()
 

@@ -48,7 +48,13 @@ def from_pretrained(
     source = pretrained_model_name_or_path
     if source is not None and is_compiled(source, kwargs.get("subfolder")):
         return load_compiled(source, cls, **kwargs)
-    loaded = from_pretrained_with_mask(stock, cls, source, *args, **kwargs)
+    try:
+        loaded = from_pretrained_with_mask(stock, cls, source, *args, **kwargs)
+    except KeyError as error:
+        if error.args[0] not in SAVED_NAMES:
+            raise
+        # A part without a mask looks up a class of its own for the attention that the whole was saved with.
+        loaded = from_pretrained_with_mask(stock, cls, source, *args, **kwargs | {"attn_implementation": None})
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     config, names = kwargs.get("config"), vars(model.config).get(PARTS_FIELD)
     if config is not None and (names or str(getattr(config, "name_or_path", None)) != str(source)):
@@ -73,8 +79,10 @@ def _attach_parts(model, source, names, arguments):
     forget_in_parts(model)
     for name in names:
         folder = folder_of_part(name) if within is None else f"{within}/{folder_of_part(name)}"
+        # The mask may have been attached to the encoder of a head, which is now loaded alone.
+        alone = model.base_model is model and name == model.base_model_prefix
         try:
-            part: Any = model.get_submodule(name)
+            part: Any = model if alone else model.get_submodule(name)
         except AttributeError:
             part = None
         if not isinstance(part, PreTrainedModel):

@@ -9,15 +9,25 @@ import transformers
 from conftest import TINY
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
+    Data2VecVisionConfig,
+    Data2VecVisionModel,
     EncoderDecoderModel,
     PreTrainedModel,
+    RemBertConfig,
+    RemBertModel,
+    SplinterConfig,
+    SplinterModel,
     Trainer,
     TrainingArguments,
+    TrOCRConfig,
+    TrOCRForCausalLM,
     VisionEncoderDecoderModel,
     VisionTextDualEncoderModel,
     ViTConfig,
@@ -411,3 +421,73 @@ def test_other_models_cost_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(stock_models, name, never)
     for loader in (EncoderDecoderModel, AutoModelForSeq2SeqLM):
         loader.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (TrOCRForCausalLM, TrOCRConfig(vocab_size=100, d_model=32, decoder_layers=1, decoder_attention_heads=2)),
+        (RemBertModel, RemBertConfig(**SIZES, input_embedding_size=16)),
+        (SplinterModel, SplinterConfig(**SIZES)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_parts_that_cannot_carry_a_mask_run_as_they_do_without_us(model_class, config, padded):
+    """Such as decoders that do not say that they are causal, and encoders that add the padding to their scores."""
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    padding = {"attention_mask": torch.arange(LENGTH) < torch.tensor([LENGTH, 7, 5, 3])[:, None]} if padded else {}
+    with torch.no_grad():
+        expected = model(IDS, **padding)[0]
+        model.config._attn_implementation = "sparse_auto"
+        found = model(IDS, **padding)[0]
+    real = padding.get("attention_mask", torch.ones_like(IDS)).bool()
+    torch.testing.assert_close(found[real], expected[real])
+
+
+def test_a_part_saved_alone_says_that_it_has_a_mask(tmp_path):
+    whole = EncoderDecoderModel(encoder=attach(bert(), "window", **WINDOW), decoder=decoder())
+    whole.encoder.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"].startswith("sparse_auto (")
+    torch.testing.assert_close(AutoModel.from_pretrained(tmp_path)(IDS)[0], whole.encoder(IDS)[0])
+
+
+def test_a_part_without_a_mask_has_a_class_for_each_attention(tmp_path):
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    vision = Data2VecVisionModel(Data2VecVisionConfig(**sizes, image_size=6, patch_size=2, use_mean_pooling=True))
+    whole = VisionEncoderDecoderModel(encoder=vision, decoder=attach(decoder(), "window", **WINDOW)).eval()
+    whole.save_pretrained(tmp_path)
+    inputs = {"pixel_values": PIXELS, "decoder_input_ids": IDS}
+    loaded = VisionEncoderDecoderModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**inputs).logits, whole(**inputs).logits)
+
+
+def test_the_encoder_of_a_head_is_loaded_alone(tmp_path):
+    head = bert(BertForSequenceClassification)
+    attach(head.bert, "window", **WINDOW)
+    head.save_pretrained(tmp_path)
+    for loaded in (AutoModel.from_pretrained(tmp_path), load(tmp_path, AutoModel)):
+        torch.testing.assert_close(loaded.eval()(IDS)[0], head.bert(IDS)[0])
+
+
+def test_models_of_several_encoders(said):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.document = bert(), bert()
+
+        @property
+        def transformers_model(self):
+            return self.query
+
+    pair = Pair()
+    attach(pair, "dam_s", mask_length=LENGTH, target_sparsity=0.5)
+    assert "BertModel stay dense unless a mask is attached to them too" in said.text
+    schedule = sparsebert.SearchSchedule(end=0.5)
+    arguments = TrainingArguments("unused", report_to=[])
+    state = transformers.TrainerState(global_step=40, max_steps=100)
+    schedule.on_step_begin(arguments, state, None, model=pair)
+    attach(pair.document, "dam_s", mask_length=LENGTH, target_sparsity=0.5)
+    with pytest.raises(ValueError, match="SearchSchedule is for one search, not 2"):
+        schedule.on_step_begin(arguments, state, None, model=pair)
