@@ -19,11 +19,14 @@ from transformers import (
     Data2VecVisionConfig,
     Data2VecVisionModel,
     EncoderDecoderModel,
+    GroundingDinoConfig,
+    GroundingDinoModel,
     PreTrainedModel,
     RemBertConfig,
     RemBertModel,
     SplinterConfig,
     SplinterModel,
+    SwinConfig,
     Trainer,
     TrainingArguments,
     TrOCRConfig,
@@ -491,3 +494,25 @@ def test_models_of_several_encoders(said):
     attach(pair.document, "dam_s", mask_length=LENGTH, target_sparsity=0.5)
     with pytest.raises(ValueError, match="SearchSchedule is for one search, not 2"):
         schedule.on_step_begin(arguments, state, None, model=pair)
+
+
+def test_parts_without_a_mask_keep_their_attention(tmp_path):
+    """Grounding DINO's own encoder, which has the configuration of the whole, knows eager attention alone."""
+    sizes = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 1], "window_size": 4, "image_size": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_feature_levels": 1}
+    whole = GroundingDinoModel(
+        GroundingDinoConfig(
+            backbone_config=SwinConfig(**sizes, out_features=["stage2"]),
+            text_config=BertConfig(**SIZES),
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            **heads,
+        )
+    )
+    attach(whole.text_backbone, "window", **WINDOW)
+    whole.save_pretrained(tmp_path)
+    loaded = GroundingDinoModel.from_pretrained(tmp_path)
+    for model in (whole, loaded):
+        assert model.backbone.conv_encoder.model.config._attn_implementation == "sdpa"
+        assert model.text_backbone.config._attn_implementation == "sparse_auto"
