@@ -29,6 +29,7 @@ from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .inference.compiled_models import check_not_compiled
 from .model_configs import (
+    CONFIG_BEFORE,
     STOCK_NAMED,
     AttachedConfig,
     Derived,
@@ -255,6 +256,7 @@ def _own_configs(model: PreTrainedModel) -> None:
         attributes = vars(module)
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             attributes["config"] = copy.deepcopy(config, copies)
+            attributes.setdefault(CONFIG_BEFORE, config)
     vars(model.base_model)["config"] = model.config
     for part in parts:
         vars(part)["config"] = model.config
@@ -299,6 +301,8 @@ def detach(model: Model) -> Model:
             vars(module)["config"] = base.config
         for name in ("sparse_attention", "mask_layer"):
             vars(module).pop(name, None)  # a layer that was added since has none
+    for module in attached.modules():
+        vars(module).pop(CONFIG_BEFORE, None)
     del base.sparse_attention
     for part, _ in _own_parts(base):
         if isinstance(part, Derived):  # it was not added since

@@ -18,7 +18,7 @@ from ..file_kinds import kind_of
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_STATE, NOTE_FIELD, PARTS_FIELD, MaskFileError, are_parts, folder_of_part
 from .coverage import is_inside
-from .model_configs import ATTENTION_FIELD, WITH_PACKAGE, MaskedConfigMixin, forget_saved_fields
+from .model_configs import ATTENTION_FIELD, CONFIG_BEFORE, WITH_PACKAGE, MaskedConfigMixin, forget_saved_fields
 from .saving import SparseModelMixin, save_with_adapter
 
 
@@ -70,6 +70,19 @@ def named_in_config(config: PreTrainedConfig, names: list[str]) -> Iterator[None
     finally:
         for name in saved:
             attributes.pop(name, None)
+
+
+def take_over_configs(model: PreTrainedModel) -> None:
+    """Have the configuration of a whole hold those of its parts with a mask, which are copies, as they are now."""
+    now = {
+        id(vars(module)[CONFIG_BEFORE]): vars(module)["config"]
+        for module in model.modules()
+        if CONFIG_BEFORE in vars(module)
+    }
+    for config in list(_configs(model.config)):
+        for name in config.sub_configs:
+            if (replaced := now.get(id(getattr(config, name, None)))) is not None:
+                setattr(config, name, replaced)
 
 
 def _configs(config):

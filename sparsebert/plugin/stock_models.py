@@ -26,6 +26,7 @@ from ..models.parts import (
     parts_with_mask,
     remove_parts,
     save_parts,
+    take_over_configs,
     warn_of_parts,
 )
 from ..models.saving import HUB_UPLOAD_ARGUMENTS, SparseModelMixin, keep_inside, remove_mask
@@ -116,6 +117,7 @@ def save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **kwargs:
     if adapter:
         warn_of_parts(model)
         return stock(model, *args, **kwargs)
+    take_over_configs(model)
     known = parts_named_in(folder / CONFIG_NAME) if is_main else []
     if not (parts or known or PARTS_FIELD in vars(model.config)):
         return stock(model, *args, **kwargs)

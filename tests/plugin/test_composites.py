@@ -516,3 +516,15 @@ def test_parts_without_a_mask_keep_their_attention(tmp_path):
     for model in (whole, loaded):
         assert model.backbone.conv_encoder.model.config._attn_implementation == "sdpa"
         assert model.text_backbone.config._attn_implementation == "sparse_auto"
+
+
+def test_a_part_with_a_mask_that_changes_its_size_is_saved_with_the_whole(tmp_path):
+    whole = EncoderDecoderModel(encoder=bert(), decoder=decoder()).eval()
+    attach(whole.encoder, "window", **WINDOW)
+    whole.encoder.resize_token_embeddings(120)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        whole.save_pretrained(folder)
+        loaded = EncoderDecoderModel.from_pretrained(folder).eval()
+        assert loaded.config.encoder.vocab_size == 120 and loaded.encoder.sparse_attention.mask is not None
+        torch.testing.assert_close(outputs(loaded, TEXTS), outputs(whole, TEXTS))
+        whole = loaded
