@@ -135,7 +135,7 @@ TABLES = {
         f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [gpu_tables.attention(phase)]
         for phase in PHASES
     },
-    "gpu.tiles": lambda: [gpu_tables.tile_quality(length) for length in (512, 1024, 2048)],
+    "gpu.tiles": lambda: [gpu_tables.tile_quality(length) for length in (512, 1024)],
     "gpu.configurations": lambda: [gpu_tables.configurations()],
     "gpu.compiled": lambda: [gpu_tables.compiled()],
     "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],
