@@ -66,7 +66,7 @@ def sparse_attention_forward(
         attention_mask = attention_mask.attention_mask
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     carries_mask = getattr(module, "sparse_attention", None) is not None
-    if carries_mask and mask_inputs is not None and mask_inputs.distance_bias[0] is None:
+    if carries_mask and (mask_inputs is None or mask_inputs.distance_bias[0] is None):
         check_arguments(module, {"position_bias": position_bias})
     if not carries_mask:
         if getattr(getattr(module, "config", None), "_attn_implementation", None) in SAVED_NAMES:

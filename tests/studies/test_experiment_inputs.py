@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
         ("mixers", {"task": "mrpc"}, "task mrpc: split 'train' is missing"),
         ("minilm", {"sparsity_scope": "layer", "masks": ["window"]}, "sparsity_scope must be one of"),
         ("minilm", {"objective": "all", "masks": ["window"]}, "objective"),
-        ("minilm", {"masks": ["bigbird_tiles"], "lengths": [256]}, "lengths must be a whole number of at least 512"),
+        ("minilm", {"masks": ["bigbird_tiles"], "lengths": [256]}, "lengths must be an integer of at least 512"),
         ("minilm", {"masks": ["window"], "sparsities": [1.5]}, "sparsities must be a number from 0 to 1, got 1.5"),
         ("minilm", {"masks": ["dam_u"], "sparsities": [0.98]}, "target_sparsity must be at most 0.7656, got 0.98"),
         ("minilm", {"recover_from": 0.95, "sparsities": [0.5]}, "recover_from must be a number from 0 to 0.5"),
