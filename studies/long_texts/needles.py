@@ -247,7 +247,7 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
         axis.axhline(1 / cell["metrics"]["number"], color="gray", ls=":", label="chance")
         axis.set(title=f"{length} tokens", xlabel="depth of the needle", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("documents found")
+    figure.axes[0].set_ylabel("documents found, or answers right")
     labeled = {line.get_label(): line for axis in figure.axes for line in axis.lines}
     figure.legend(labeled.values(), labeled.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(title, fontsize=10)
