@@ -106,8 +106,8 @@ def _csr_limit(request):
     full = request.dtype == torch.float32
     if request.dropout:
         return 0.7 if full else 0.3
-    if not full and not request.gradients and _has_amx():
-        return 0.15  # dense attention runs on matrix units; at 0.2 it is as fast
+    if not full and _has_amx():
+        return 0.25 if request.gradients else 0.15  # dense attention runs on matrix units: as fast at 0.3 and 0.2
     return 0.5 if full and request.num_keys <= SHORT else 0.3
 
 
