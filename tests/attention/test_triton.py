@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsebert import SparseMask
 from sparsebert.attention.backends import prepared
+from sparsebert.attention.choosing.self_check import examine
+from sparsebert.attention.choosing.self_check_results import Setting
 from sparsebert.attention.kernels import triton as backend
 from sparsebert.attention.kernels.triton import real_spans, tile_attention
 from sparsebert.attention.kernels.triton_launch import launch
@@ -118,6 +120,14 @@ def test_short_kernels(fields):
 @pytest.mark.parametrize("fields", LISTS, ids=named)
 def test_kernels_on_lists(fields, lists):
     test_attention.check(grid_case(**fields))
+
+
+@runs_kernels
+def test_self_check_in_every_configuration(lists):
+    steps = []
+    finding = examine("sparse_triton", DEVICE, Setting("float32", 64, gradients=True), (70,), steps.append)
+    assert finding["right"], finding["reason"]
+    assert steps == ["sparse_triton at 70 tokens", "sparse_triton at 70 tokens, configuration 2"]
 
 
 @runs_kernels

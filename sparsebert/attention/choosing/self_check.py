@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..biases.bias_entries import REMOVED, REMOVED_BELOW
 from ..distance_bias import distance_table
 from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
+from ..kernels.triton_launch import MOST_CONFIGURATIONS, launching
 from ..mask_inputs import MaskInputs
 from ..rest import pooled_rest, rest_fields
 from .self_check_results import FINISHED, TRUSTED, Outcome, Setting, finding_of
@@ -34,8 +36,8 @@ from .timing import measure, timed_layers, trial
 HEADS = 2
 # A multiple of 1/65536, to which sparse_triton rounds.
 DROPOUT = 0.125
-# By default one for the kernels of short inputs and one for those of long inputs, neither a multiple of a tile.
-LENGTHS = (77, 333)
+# By default one tile, one for the kernels of short inputs and one for those of long inputs, none a multiple of a tile.
+LENGTHS = (50, 77, 333)
 # Tokens of a call that is timed, and number of calls.
 TOKENS = {"cpu": 1024, "cuda": 16384}
 ROUNDS = {"cpu": 3, "cuda": 20}
@@ -195,17 +197,23 @@ def examine(
     lengths: Sequence[int] = LENGTHS,
     say: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Compare one backend at some lengths: a [`finding_of`] it. `say` is called with what is about to be done."""
+    """
+    Compare one backend at some lengths, and in every launch configuration that may be chosen: a [`finding_of`] it.
+    `say` is called with what is about to be done.
+    """
     worst: dict[str, dict[str, float]] = {}
     reason = None
-    for length in lengths:
-        say(f"{name} at {length} tokens")
+    for length, number in product(lengths, range(MOST_CONFIGURATIONS if name == "sparse_triton" else 1)):
+        say(f"{name} at {length} tokens" + f", configuration {number + 1}" * (number > 0))
         try:
-            for what, off, allowed in compare(name, torch.device(device), setting, length):
-                found = {"tokens": length, "error": off, "allowed": allowed}
-                if what not in worst or _excess(found) > _excess(worst[what]):
-                    worst[what] = found
+            with launching(number):
+                for what, off, allowed in compare(name, torch.device(device), setting, length):
+                    found = {"tokens": length, "error": off, "allowed": allowed}
+                    if what not in worst or _excess(found) > _excess(worst[what]):
+                        worst[what] = found
         except Exception as error:  # whatever it is, a backend that raises is not to be chosen
+            if number and type(error).__name__ == "OutOfResources":
+                continue  # of Triton, for a configuration that is then never chosen
             reason = _described(error)
             break
     _synchronize(device)

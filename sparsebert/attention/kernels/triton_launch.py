@@ -1,9 +1,10 @@
 """How a Triton kernel is launched: its possible configurations, and the one that is chosen."""
 
+import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ BLACKWELL_DISTANCES: dict[str, dict[int, Configurations]] = {
 }
 # Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32: Configurations = [(8, 2, 16)]
+# The most that a kernel has to choose from.
+MOST_CONFIGURATIONS = 2
 
 # Numbers of programs below and above which the choice no longer depends on them.
 FEW_PROGRAMS, MANY_PROGRAMS = 256, 4096
@@ -78,6 +81,19 @@ FEW_PROGRAMS, MANY_PROGRAMS = 256, 4096
 _CHOSEN: dict[Hashable, Configuration] = {}
 # One lock per device: kernels that are timed at the same time would disturb each other.
 _LOCKS: dict[torch.device, threading.Lock] = {}
+# The number of the configuration in `launching`.
+_number: int | None = None
+
+
+@contextlib.contextmanager
+def launching(number: int) -> Iterator[None]:
+    """In this context, in all threads, kernels run in the configuration of this number, counted round, untimed."""
+    global _number
+    _number = number
+    try:
+        yield
+    finally:
+        _number = None
 
 
 def interpreted() -> bool:
@@ -137,6 +153,8 @@ def launch(
     from . import triton_kernels
 
     function, device = getattr(triton_kernels, kernel), arguments[0].device
+    if _number is not None:
+        choices = [choices[_number % len(choices)]]
     if interpreted():
         function[(grid,)](*arguments, **constants, STEP=choices[0][2])
         return
