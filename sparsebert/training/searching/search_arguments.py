@@ -182,6 +182,12 @@ SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
 
 
 _NO_SEARCH = "with mask: there is no search then"
+
+
+def _trains(options):
+    return bool(options.recover or (options.mask is None and options.steps != 0))
+
+
 # Fields that have no effect, by the options.
 _NO_EFFECT: Effects = (
     (
@@ -202,6 +208,7 @@ _NO_EFFECT: Effects = (
         lambda options: options.mask and options.objective != "answers" and f"{_NO_SEARCH}; set recover_objective",
     ),
     (("train", "learning_rate"), lambda options: options.steps == 0 and "with steps 0: nothing is trained"),
+    (("bf16",), lambda options: not _trains(options) and "without steps of a search or recovery"),
     (
         ("recover_learning_rate", "recover_objective", "recover_from"),
         lambda options: not options.recover and "without recover, the number of steps of the recovery",
@@ -209,8 +216,8 @@ _NO_EFFECT: Effects = (
     (
         ("shortest",),
         lambda options: (
-            (options.shortest is not None and (options.task or not options.pack))
-            and "with task or pack false: only packed text is cut"
+            (options.shortest is not None and (options.task or not options.pack or not _trains(options)))
+            and "but for packed text in steps of a search or recovery"
         ),
     ),
 )
