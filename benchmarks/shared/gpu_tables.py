@@ -9,6 +9,8 @@ from sparsebert.masks.shipped import shipped_folder
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.tiles import TILE, mask_tile_shares
 from studies.claims import REPRODUCED
+from studies.harness.comparisons import against
+from studies.harness.seed_comparisons import mean_text
 
 from ..attention import tables as attention_tables
 from .report import RESULTS, make_table
@@ -100,18 +102,27 @@ def tile_quality(length):
             if settings["length"] == length:
                 name = settings["mask"] if settings.get("symmetric", True) else f"{settings['mask']}, signed"
                 row = name, settings["mask"], settings["sparsity"], bool(settings["recover"])
-                rows.setdefault(row, []).append(cell["metrics"])
+                rows.setdefault(row, {})[settings["seed"]] = cell["metrics"]
+    after = {
+        row: {seed: metrics["cosine"] for seed, metrics in found.items()} for row, found in rows.items() if row[3]
+    }
+    compared = against(after, 4, lambda row: ("dam_s", "dam_s", 0.9, True))
     body = []
-    for (name, mask, sparsity, recovered), found in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
+    for row, by_seed in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
+        (name, mask, sparsity, _), found = row, by_seed.values()
         live = [metrics["live_tiles"] for metrics in found if "live_tiles" in metrics]
         if not live and mask in counted and sparsity == 0.9:
             live = [mask_tile_shares(counted[mask], length, TILE)[0]]
-        after = f"{fmean(metrics['cosine'] for metrics in found):.3f}" if recovered else ""
         removed, share = fmean(metrics["removed"] for metrics in found), f"{fmean(live):.0%}" if live else ""
-        body.append([name, f"{removed:.0%}", share, f"{fmean(_before(found)):.3f}", after, str(len(found))])
-    header = ("mask", "removed", "live tiles of 64", "cosine before recovery", "cosine after", "seeds")
+        recovered = mean_text(after[row].values(), 4) if row in after else ""
+        cosines = mean_text(_before(by_seed), 4), recovered, str(len(found)), *compared.get(row, ("", ""))
+        body.append([name, f"{removed:.0%}", share, *cosines])
+    header = (
+        *("mask", "removed", "live tiles of 64", "cosine before recovery", "cosine after", "seeds"),
+        *("minus dam_s with 90 %", "p (Holm)"),
+    )
     return make_table(f"{length} tokens, MiniLM", header, body)
 
 
-def _before(found):
-    return [metrics["cosine_before"] for metrics in found]
+def _before(by_seed):
+    return [metrics["cosine_before"] for metrics in by_seed.values()]

@@ -29,7 +29,7 @@ from .coverage import check_layers, lists_of_layers
 from .forward_with_mask import MaskedBase
 from .inference.compiled_models import check_not_compiled
 from .model_configs import (
-    CONFIG_BEFORE,
+    CONFIGS_BEFORE,
     STOCK_NAMED,
     AttachedConfig,
     Derived,
@@ -256,7 +256,7 @@ def _own_configs(model: PreTrainedModel) -> None:
         attributes = vars(module)
         if isinstance(config := attributes.get("config"), PreTrainedConfig):
             attributes["config"] = copy.deepcopy(config, copies)
-            attributes.setdefault(CONFIG_BEFORE, config)
+            attributes[CONFIGS_BEFORE] = (*attributes.get(CONFIGS_BEFORE, ()), config)
     vars(model.base_model)["config"] = model.config
     for part in parts:
         vars(part)["config"] = model.config
@@ -301,8 +301,6 @@ def detach(model: Model) -> Model:
             vars(module)["config"] = base.config
         for name in ("sparse_attention", "mask_layer"):
             vars(module).pop(name, None)  # a layer that was added since has none
-    for module in attached.modules():
-        vars(module).pop(CONFIG_BEFORE, None)
     del base.sparse_attention
     for part, _ in _own_parts(base):
         if isinstance(part, Derived):  # it was not added since
@@ -313,6 +311,11 @@ def detach(model: Model) -> Model:
         if isinstance(config, AttachedConfig):
             config.__class__ = config.stock_class
             vars(config).pop(STOCK_NAMED, None)
+    for module in attached.modules():
+        # They stay for a model made of several, which holds one of them, if the current one says something else.
+        before = vars(module).get(CONFIGS_BEFORE, ())
+        if before and all(config.to_dict() == module.config.to_dict() for config in before):
+            vars(module).pop(CONFIGS_BEFORE)
     stock = attributes.pop("_stock_attention")
     if base.config.model_type in WITHOUT_INTERFACE:  # transformers would refuse to set it
         base.config._attn_implementation = stock

@@ -28,8 +28,8 @@ else:
 
 logger = logging.get_logger(__name__)
 
-# The attribute of a module with the configuration that its own one replaced when a mask was attached.
-CONFIG_BEFORE = "_config_before"
+# The attribute of a module with the configurations that its own ones replaced whenever a mask was attached.
+CONFIGS_BEFORE = "_configs_before"
 CODE_PATH = Path(__file__).parent / "bert" / CODE_NAME
 
 # The classes of transformers that load a BERT, and what follows "Bert" or "SparseBert" in the name of what they load.

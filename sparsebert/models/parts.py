@@ -18,7 +18,7 @@ from ..file_kinds import kind_of
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_STATE, NOTE_FIELD, PARTS_FIELD, MaskFileError, are_parts, folder_of_part
 from .coverage import is_inside
-from .model_configs import ATTENTION_FIELD, CONFIG_BEFORE, WITH_PACKAGE, MaskedConfigMixin, forget_saved_fields
+from .model_configs import ATTENTION_FIELD, CONFIGS_BEFORE, WITH_PACKAGE, MaskedConfigMixin, forget_saved_fields
 from .saving import SparseModelMixin, save_with_adapter
 
 
@@ -73,11 +73,11 @@ def named_in_config(config: PreTrainedConfig, names: list[str]) -> Iterator[None
 
 
 def take_over_configs(model: PreTrainedModel) -> None:
-    """Have the configuration of a whole hold those of its parts with a mask, which are copies, as they are now."""
+    """Have the configuration of a whole hold the current ones of its parts, which attaching a mask has copied."""
     now = {
-        id(vars(module)[CONFIG_BEFORE]): vars(module)["config"]
+        id(before): vars(module)["config"]
         for module in model.modules()
-        if CONFIG_BEFORE in vars(module)
+        for before in vars(module).get(CONFIGS_BEFORE, ())
     }
     for config in list(_configs(model.config)):
         for name in config.sub_configs:

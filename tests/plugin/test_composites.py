@@ -528,3 +528,15 @@ def test_a_part_with_a_mask_that_changes_its_size_is_saved_with_the_whole(tmp_pa
         assert loaded.config.encoder.vocab_size == 120 and loaded.encoder.sparse_attention.mask is not None
         torch.testing.assert_close(outputs(loaded, TEXTS), outputs(whole, TEXTS))
         whole = loaded
+
+
+def test_a_part_that_changed_its_size_and_lost_its_mask_is_saved_with_the_whole(tmp_path):
+    whole = EncoderDecoderModel(encoder=bert(), decoder=decoder()).eval()
+    for size in (120, 130):  # detached before the first save, and attached again after it
+        attach(whole.encoder, "window", **WINDOW)
+        whole.encoder.resize_token_embeddings(size)
+        detach(whole.encoder)
+        whole.save_pretrained(tmp_path)
+        loaded = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+        assert loaded.config.encoder.vocab_size == size and not hasattr(loaded.encoder, "sparse_attention")
+        torch.testing.assert_close(outputs(loaded, TEXTS), outputs(whole, TEXTS))

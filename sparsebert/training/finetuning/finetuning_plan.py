@@ -40,7 +40,6 @@ def _asked(options):
     return f"task {options.task}" if options.task else "all of GLUE"
 
 
-
 @dataclass(frozen=True)
 class Plan:
     """The runs of a recipe: its options, the arguments of the first run, the output folder, the seeds and the grid."""
