@@ -14,6 +14,7 @@ import re
 import sys
 from statistics import fmean
 
+from sparsebert.analysis.reporting.reports import GIVEN
 from sparsebert.analysis.tables import Table
 from studies import claims
 from studies.claims import REPRODUCED
@@ -78,6 +79,20 @@ def front_page():
     return [Table.of("MiniLM", lines)]
 
 
+def questions():
+    """What a reader scores through masks: from the `metrics.json` of searches and recoveries for one model."""
+    rows = {}
+    for name in ("learned_384", "learned_512", "minilm-l6-512-90", "window"):
+        found = _read(name, RESULTS / "questions")
+        length = found["plan"]["length"]
+        for mask, numbers in found["agreement"].items():
+            shown = mask.replace(GIVEN, name)
+            row = {"mask": shown, "tokens": str(length), "removed on inputs": f"{numbers['input_sparsity']:.1%}"}
+            row |= {"F1": f"{100 * numbers['score']:.1f}", "cosine": f"{numbers['cosine']:.3f}"}
+            rows[shown, length] = row
+    return [Table.of("SQuAD", list(rows.values()))]
+
+
 # Functions that return a list of [`Table`].
 TABLES = {
     "kernels.attention": lambda: [cpu_tables.attention(_read("attention_cpu"))],
@@ -135,7 +150,7 @@ TABLES = {
         f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [gpu_tables.attention(phase)]
         for phase in PHASES
     },
-    "gpu.tiles": lambda: [gpu_tables.tile_quality(length) for length in (512, 1024)],
+    "gpu.tiles": lambda: [gpu_tables.tile_quality(length) for length in (512, 1024, 2048)],
     "gpu.configurations": lambda: [gpu_tables.configurations()],
     "gpu.compiled": lambda: [gpu_tables.compiled()],
     "gpu.compared": lambda: [gpu_model.comparison(gpu_tables.FOLDER, _read("gpu_model"))],
@@ -155,6 +170,7 @@ TABLES = {
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
         for name in ("sparsebert_table3", "sparsebert_figure7")
     },
+    "questions": questions,
     "claims": lambda: [claims.table()],
     "front_page": front_page,
 }

@@ -53,6 +53,8 @@ PLACES = (
 )
 NEEDLE, QUESTION = " The passkey to the {} is {}. ", "What is the passkey to the {}?"
 DENSE = "dense"
+# How the lines of a picture show the way a document is read.
+LINES = {WHOLE: "-", TRUNCATED: ":", SPLIT: "--"}
 
 
 @dataclass
@@ -234,22 +236,34 @@ def _summary(finished: Cells) -> list[Table]:
 
 
 def _draw(finished: Cells, path: Path, title: str) -> None:
-    """Accuracy by depth: a panel per length and a line per system."""
-    lengths = list(dict.fromkeys(cell["settings"]["length"] for cell in finished.values()))
-    figure = new_figure(3.5 * len(lengths) + 1, 4.2, "constrained")
-    colors = list(dict.fromkeys(cell["settings"]["system"] for cell in finished.values()))
-    for length, axis in zip(lengths, figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0], strict=True):
-        for cell in finished.values():
-            if cell["settings"]["length"] == length:
-                system, found = cell["settings"]["system"], cell["metrics"]["by_depth"]
-                color = f"C{colors.index(system)}"
-                axis.plot([float(depth) for depth in found], list(found.values()), "o-", color=color, label=system)
-        axis.axhline(1 / cell["metrics"]["number"], color="gray", ls=":", label="chance")
-        axis.set(title=f"{length} tokens", xlabel="depth of the needle", ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("documents found, or answers right")
-    labeled = {line.get_label(): line for axis in figure.axes for line in axis.lines}
-    figure.legend(labeled.values(), labeled.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    """Accuracy by depth: a row of encoders and one of readers, a panel per length and a line per system."""
+    cells = finished.values()
+    lengths = sorted({cell["settings"]["length"] for cell in cells})
+    rows = {
+        "documents found": [cell for cell in cells if "answers" not in cell["settings"]],
+        "answers right": [cell for cell in cells if "answers" in cell["settings"]],
+    }
+    rows = {what: of_row for what, of_row in rows.items() if of_row}
+    figure = new_figure(2.6 * len(lengths) + 2.4, 2.6 * len(rows) + 0.4, "constrained")
+    grid = figure.subplots(len(rows), len(lengths), sharex=True, sharey=True, squeeze=False)
+    for (what, of_row), axes in zip(rows.items(), grid, strict=True):
+        names = list(dict.fromkeys(cell["settings"]["system"].split(", ")[0] for cell in of_row))
+        for length, axis in zip(lengths, axes, strict=True):
+            for cell in of_row:
+                if cell["settings"]["length"] == length:
+                    system, found = cell["settings"]["system"], cell["metrics"]["by_depth"]
+                    name, way = system.split(", ")
+                    look = {"color": f"C{names.index(name)}", "ls": LINES[way], "marker": "o", "label": system}
+                    axis.plot([float(depth) for depth in found], list(found.values()), **look)
+            if what == "documents found":
+                axis.axhline(1 / of_row[0]["metrics"]["number"], color="gray", lw=1, label="chance")
+            axis.set(title=f"{length} tokens", ylim=(-0.02, 1.02))
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel(what)
+        labeled = {line.get_label(): line for axis in axes for line in axis.lines}
+        axes[-1].legend(labeled.values(), labeled.keys(), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    for axis in grid[-1]:
+        axis.set_xlabel("depth of the needle")
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path)
 

@@ -195,3 +195,20 @@ def test_what_the_front_page_says_of_pretraining():
     ]
     said = "is {:.1f} times as fast as stock BERT's, {:.1f} times without a mask"
     assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _words("docs/results.md")
+
+
+def test_what_the_results_say_of_questions():
+    def lost(name, mask):
+        found = json.loads((RESULTS / f"questions/{name}.json").read_text())["agreement"]
+        return 100 * (found["dense"]["score"] - found[mask]["score"])
+
+    masks = ("learned", "learned, recovered")
+    numbers = [lost(name, mask) for name in ("learned_384", "learned_512") for mask in masks]
+    said = "at the length of the fine-tuning, 384 tokens, and by {1:.1f} after recovery; at 512 tokens by {2:.1f} and"
+    text = _words("docs/results.md")
+    assert f"Its F1 falls by {numbers[0]:.1f} points through a mask" in text
+    assert f"{said} {{3:.1f}}.".format(*numbers) in text
+    others = [lost(name, "given, recovered") for name in ("minilm-l6-512-90", "window")]
+    assert min(others) > 2 * numbers[3]
+    front = "[falls by {:.1f} points](docs/results.md#answering-questions) after recovery (one seed), through a mask from other text"
+    assert f"{front} text by {{:.0f}};".format(numbers[1], others[0]) in _words("README.md")
