@@ -209,8 +209,6 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
         ({"max_length": None}, {}, "max_length 128 is more than the 40 positions"),
         ({"max_length": 2}, {}, "max_length must be .* at least 4, got 2"),
         ({"max_train_examples": 0}, {}, "max_train_examples must be .* at least 1, got 0"),
-        ({"doc_stride": 64}, {}, "doc_stride 64 has no meaning for task .*: only SQuAD has windows"),
-        ({"no_answer_threshold": 1.0}, {}, "no_answer_threshold 1.0 has no meaning for task .*: only squad_v2"),
     ],
 )
 def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path, fields, config, message):

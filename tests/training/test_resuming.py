@@ -273,7 +273,7 @@ def test_finetuning_on_other_examples_is_refused(stopped_finetuning, glue_folder
 
 
 def test_what_may_change_in_finetuning(stopped_finetuning, tmp_path):
-    changed = {"seeds": [42], "simple_baseline": False, "test_split": []}
+    changed = {"seeds": [42], "simple_baseline": False, "test_split": [], "n_best_size": 3}
     recipe = elsewhere(*stopped_finetuning, tmp_path / "new", data=changed)
     recipe["training"] |= {"logging_steps": 1, "save_steps": 2, "dataloader_num_workers": 1}
     finetune(recipe)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ...checks import Effects, check_effects, nearest, no_effect
+from ...checks import nearest, no_effect
 from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE
 from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir
@@ -23,21 +23,6 @@ from .task_models import check_model
 PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
-# Fields that have no effect, by the options.
-_NO_EFFECT: Effects = (
-    (
-        ("doc_stride", "max_question_length", "n_best_size", "max_answer_length"),
-        lambda options: options.task not in ("squad", "squad_v2") and f"for {_asked(options)}: only SQuAD has windows",
-    ),
-    (
-        ("no_answer_threshold",),
-        lambda options: options.task != "squad_v2" and f"for {_asked(options)}: only squad_v2 has such questions",
-    ),
-)
-
-
-def _asked(options):
-    return f"task {options.task}" if options.task else "all of GLUE"
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,6 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
         raise ValueError("choose --task NAME or --all; the tasks are " + ", ".join(TASKS))
     if options.task is not None and options.task not in TASKS:
         raise nearest("task", str(options.task), list(TASKS))
-    check_effects(_NO_EFFECT, options)
     tasks = list(GLUE) if options.task is None else [options.task]
     for length in sorted({options.max_length or TASKS[name].max_length for name in tasks}):
         if options.pad_to_multiple_of is not None and length % options.pad_to_multiple_of:
