@@ -247,12 +247,12 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
     figure = new_figure(2.6 * len(lengths) + 2.4, 2.6 * len(rows) + 0.4, "constrained")
     grid = figure.subplots(len(rows), len(lengths), sharex=True, sharey=True, squeeze=False)
     for (what, of_row), axes in zip(rows.items(), grid, strict=True):
-        names = list(dict.fromkeys(cell["settings"]["system"].split(", ")[0] for cell in of_row))
+        names = list(dict.fromkeys(cell["settings"]["system"].rpartition(", ")[0] for cell in of_row))
         for length, axis in zip(lengths, axes, strict=True):
             for cell in of_row:
                 if cell["settings"]["length"] == length:
                     system, found = cell["settings"]["system"], cell["metrics"]["by_depth"]
-                    name, way = system.split(", ")
+                    name, _, way = system.rpartition(", ")
                     look = {"color": f"C{names.index(name)}", "ls": LINES[way], "marker": "o", "label": system}
                     axis.plot([float(depth) for depth in found], list(found.values()), **look)
             if what == "documents found":
