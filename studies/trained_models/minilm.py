@@ -55,6 +55,7 @@ class MiniLMStudy:
         sparsities (`list[float]`): Fractions of the attention to remove.
         seeds (`list[int]`): Seeds of the order of the text and of random masks.
         steps (`int`): Steps of the search.
+        rest_steps (`int`): Steps that train the bias of the rest, if there is one; with 0 it is only calibrated.
         recover (`int`): Steps of the recovery; 0 leaves the weights as they are.
         batch_tokens (`int`): Tokens per step.
         shortest (`int`, *optional*): Cut every other batch to a random length from here on, so that the masks serve
@@ -77,6 +78,7 @@ class MiniLMStudy:
     sparsities: list[float] = field(default_factory=lambda: [0.9])
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     steps: int = 60
+    rest_steps: int = 40
     recover: int = 300
     batch_tokens: int = 2048
     shortest: int | None = 8
@@ -127,13 +129,14 @@ def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
     """The settings of a cell without those that its mask does not depend on."""
     learned = SEARCH_FIELDS if cell["mask"] in ATTENTION_MASKS else LEARNED_FIELDS
     unused = () if cell["mask"] in SEARCHED_MASKS else learned
+    unused = unused if cell["rest"] != "none" else (*unused, "rest_steps")
     return {name: value for name, value in cell.items() if name not in unused}
 
 
 def check(cell: dict[str, Any]) -> None:
     """Check that a cell can run."""
     check_choice("masks", cell["mask"], (*LEARNED_MASKS, *TILED, "dense", *VARIED))
-    check_least(cell, 0, "recover")
+    check_least(cell, 0, *(name for name in ("recover", "rest_steps") if name in cell))
     check_range("lengths", cell["length"], 8 * TILE if cell["mask"] == "bigbird_tiles" else 8)
     check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
@@ -166,6 +169,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
     names = ("recover_learning_rate", "recover_objective") if cell["recover"] else ()
+    names = names if cell["rest"] == "none" else (*names, "rest_steps")
     data |= {name: cell[name] for name in ("shortest", "bf16", *names)}
     if learned:
         model = _search_fields(cell)

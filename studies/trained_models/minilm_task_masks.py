@@ -46,6 +46,7 @@ class MiniLMTaskMasks:
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
         patterns (`bool`): Score manual masks without adapted weights too.
         rest (`str`): See [`SparseBertConfig`]; it concerns every mask.
+        rest_steps (`int`): See [`PostHocArguments`]; of the masks that are reported, with a rest.
         symmetric (`bool`): Whether distances have no sign in the search, as in the paper.
     """
 
@@ -67,18 +68,21 @@ class MiniLMTaskMasks:
     bf16: bool = False
     patterns: bool = True
     rest: str = "none"
+    rest_steps: int = 40
     symmetric: bool = True
 
 
 def _cells(settings):
     common = common_settings(settings, "tasks")
+    if common["rest"] == "none":
+        del common["rest_steps"]
     return seeded({task: common | {"task": task} for task in settings.tasks}, settings.seeds)
 
 
 def _check(cell):
     check_task(cell)
     check_least(cell, 1, "max_train_examples", "batch_size", "steps")
-    check_least(cell, 0, "recover")
+    check_least(cell, 0, *(name for name in ("recover", "rest_steps") if name in cell))
     if not TASKS[cell["task"]].head.endswith(ANSWERING):
         raise ValueError(f"tasks: {cell['task']} has several inputs per example, for which there is no search")
     check_masks(cell)
@@ -90,8 +94,8 @@ def _run(cell, folder):
     is saved to the folder `masked`.
     """
     trained = finetuned_cell(cell, folder)
-    names = ("task", "data", "max_length", "batch_size", "recover", "bf16", "seed")
-    data = {name: cell[name] for name in names}
+    names = ("task", "data", "max_length", "batch_size", "rest_steps", "recover", "bf16", "seed")
+    data = {name: cell[name] for name in names if name in cell}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
     target = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
     form = paper_form(cell["search"]) if cell["symmetric"] else {"search": cell["search"]}

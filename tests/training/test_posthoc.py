@@ -376,6 +376,8 @@ def short_times(monkeypatch):
 def recipe_of(model, text, output, **fields):
     """A recipe of these fields; those of `data` are told by their names."""
     usual = {"max_length": 32, "target_sparsity": 0.7, "max_validation_tokens": 256, "patterns": False, "timed": False}
+    if fields.get("rest", "none" if fields.get("mask") else "mean") != "none":
+        usual |= {"rest_steps": 2}
     fields = usual | ({} if fields.get("mask") else {"steps": 3}) | fields
     recipe = {"data": {"model": str(model), "data": str(text), "validation": str(text), "output_dir": str(output)}}
     recipe["data"] |= {name: value for name, value in fields.items() if name in DATA_FIELDS}
@@ -563,9 +565,9 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_given_mask_with_a_rest_needs_no_training(model_folder, text, tmp_path):
-    fields = {"mask": "window", "rest": "mean", "patterns": True}
-    metrics = search(model_folder, text, tmp_path / "out", **fields)
+def test_a_given_mask_with_a_rest_needs_no_recovery(model_folder, text, tmp_path):
+    fields = {"mask": "window", "rest": "mean"}
+    metrics = search(model_folder, text, tmp_path / "out", patterns=True, **fields)
     model, dense = load(tmp_path / "out"), AutoModel.from_pretrained(model_folder)
     mask = model.sparse_attention.mask
     assert (
@@ -575,7 +577,12 @@ def test_a_given_mask_with_a_rest_needs_no_training(model_folder, text, tmp_path
     )
     weights = model.base_model.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in dense.state_dict().items() if name in weights)
-    assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys()
+    assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys() and metrics["rest_steps"] == 2
+    assert "trained for the given mask alone" in agreement_table(metrics).markdown()
+    metrics = search(model_folder, text, tmp_path / "calibrated", rest_steps=0, **fields)
+    calibrated = load(tmp_path / "calibrated").sparse_attention.mask
+    assert 0.01 < (mask.rest_bias - calibrated.rest_bias).abs().max() < 0.5
+    assert "alone" not in agreement_table(metrics).markdown()
 
 
 def test_a_mask_of_another_length_than_the_inputs(model_folder, text, tmp_path):
@@ -660,6 +667,8 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
 )
 def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path, fields, rest):
     """With a rest, unless it is told otherwise or the rest has no meaning."""
+    if rest != "none":
+        fields |= {"rest_steps": 0}
     metrics = search(model_folder, text, tmp_path / "out", steps=0, **fields)
     found = metrics["agreement"]
     assert found["learned"]["layer_error"] == pytest.approx(found["dense model's attention"]["layer_error"])
@@ -690,9 +699,12 @@ def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_p
         ({"mask": "window", "recover": 2, "device_target": "gpu"}, "device_target .*has no meaning with mask"),
         ({"device_target": "tpu"}, "device_target must be one of .cpu., .gpu., got .tpu."),
         ({"pack": False, "shortest": 16}, "shortest 16 has no meaning but for packed text"),
-        ({"steps": 0, "shortest": 16}, "shortest 16 has no meaning but for packed text in steps"),
-        ({"steps": 0, "bf16": True}, "bf16 true has no meaning without steps of a search or recovery"),
-        ({"mask": "window", "rest": "mean", "bf16": True}, "bf16 true has no meaning without steps"),
+        ({"rest": "none", "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
+        ({"mask": "window", "recover": 2, "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
+        ({"rest_steps": -1}, "rest_steps must be .*at least 0"),
+        ({"steps": 0, "rest": "none", "shortest": 16}, "shortest 16 has no meaning but for packed text in steps"),
+        ({"steps": 0, "rest_steps": 0, "bf16": True}, "bf16 true has no meaning without steps of"),
+        ({"mask": "window", "rest": "mean", "rest_steps": 0, "bf16": True}, "bf16 true has no meaning without steps"),
         ({"recover": 2, "recover_from": 0.7}, "recover_from must be at least 0 and below target_sparsity .*got 0.7"),
         ({"mask": "no/such/mask", "recover": 2}, "mask: there is no folder 'no/such/mask'"),
         ({"data": None}, "--data is needed"),

@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from sparsebert.attention.distance_bias import distance_table
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import keys_of_rest, pooled_rest
 from sparsebert.models.families.mpnet import bias_by_distance
-from sparsebert.training.searching.matching import carrier
+from sparsebert.training.searching.matching import carrier, running_through, train_rest
 from sparsebert.training.searching.rest_bias import calibrated
 
 
@@ -80,6 +81,36 @@ def test_calibrated_rest_gets_the_attention_of_what_is_removed(made, special_tok
     lacking = (removed.sum(-1) > 0).expand(6, -1, -1)
     want = [(theirs - ours)[:, head][lacking[:, head]].mean() for head in range(HEADS)]
     torch.testing.assert_close(found.rest_bias[0], torch.stack(want), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("made", "bf16"), [(BertModel, False), (MPNetModel, True)])
+def test_trained_rest_brings_the_model_closer_to_the_dense_one(made, bf16):
+    """No weight, nor the mask of the model itself, changes."""
+    torch.manual_seed(0)
+    model, rows = a_model(made), torch.randint(5, 50, (8, LENGTH))
+    other = a_model(made)
+    attach(model, SparseMask(torch.arange(LENGTH).expand(2, HEADS, -1) < 3, LENGTH, "offsets", rest="mean"))
+    calibrate_rest(model, [rows])
+    mask, weights = model.sparse_attention.mask, copy.deepcopy(model.state_dict())
+
+    def error(states):
+        with torch.no_grad():
+            return torch.nn.functional.mse_loss(model(rows).last_hidden_state, states).item()
+
+    with torch.no_grad():
+        states = other(rows).last_hidden_state
+        with running_through(model, carrier(model)):
+            own = model(rows).last_hidden_state
+    before = error(own), error(states)
+    found = train_rest(model, None, [rows] * 20, 20, "last", bf16)
+    by_other = train_rest(model, other, [rows] * 20, 20, "last", bf16)
+    assert model.sparse_attention.mask is mask and (error(own), error(states)) == before
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert found == mask.replace(rest_bias=found.rest_bias) and found.rest_bias.shape == mask.rest_bias.shape
+    model.set_mask(found)
+    assert error(own) < 0.95 * before[0]
+    model.set_mask(by_other)
+    assert error(states) < before[1] and not torch.equal(by_other.rest_bias, found.rest_bias)
 
 
 def test_mask_without_a_rest_stays_as_it_is():

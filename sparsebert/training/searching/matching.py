@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Number of batches over which the attention is averaged that a search starts from.
 START_BATCHES = 8
+# Learning rate of the bias of the rest, which is in units of a score.
+_REST_LEARNING_RATE = 0.1
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
@@ -169,7 +171,7 @@ def learn_mask(
     if parts is not None:
         optimizer.register_step_pre_hook(parts.split)
         optimizer.register_step_post_hook(parts.join)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay(steps))
 
     def targets(batch):
         with running_through(model, dense), _swapped(norms, originals):
@@ -178,6 +180,43 @@ def learn_mask(
     seconds = _train(model, batches, steps, compared, targets, (optimizer, schedule), 0.0, run)
     sparse_attention.set_progress(1.0)
     return seconds
+
+
+def train_rest(
+    model: "PreTrainedModel",
+    teacher: "PreTrainedModel | None",
+    batches: Iterable[Batch],
+    steps: int,
+    objective: str = "pooled",
+    bf16: bool = False,
+) -> "SparseMask":
+    """
+    Train the `rest_bias` of the frozen mask that a model carries so that the masked model computes the same as the
+    dense model, by default the model itself without its mask. No weight changes. Returns the mask with this bias.
+    """
+    compared, dense = _objective(objective, model, bf16), carrier(model)
+    sparse_attention = get_sparse_attention(model)
+    mask = sparse_attention.mask
+    assert mask is not None
+    model.eval().requires_grad_(False)
+    bias = mask.rest_biases().to(model.device, copy=True).requires_grad_(True)
+    optimizer = torch.optim.Adam([bias], lr=_REST_LEARNING_RATE, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay(steps))
+    with ExitStack() as stack:
+        hook = sparse_attention.register_forward_hook(lambda _, __, inputs: replace(inputs, rest=tuple(bias)))
+        stack.callback(hook.remove)
+        for batch in batches:
+            with torch.no_grad(), running_through(model, dense):
+                targets = compared.record(teacher or model, batch)
+            compared.loss(compared.record(model, batch), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return mask.replace(rest_bias=bias.detach().cpu())
+
+
+def _decay(steps):
+    return lambda step: max(1 - step / max(steps, 1), 0.1)
 
 
 def _train(model, batches, steps, compared, targets, optimizers, max_grad_norm, run, masks=None):

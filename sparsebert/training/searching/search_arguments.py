@@ -1,7 +1,7 @@
 """The arguments of a post-hoc search, and the checks that are made before weights and text are read."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +104,8 @@ class PostHocArguments(CheckedFields, HubArguments):
         shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
             a mask that also serves short inputs; `null` to keep all batches whole. Only packed text is cut.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
+        rest_steps (`int`): Number of steps that train the bias of the rest of the frozen mask, before the recovery;
+            with 0, it is only calibrated.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
         objective (`str`, *optional*): What the search compares between the masked and the dense model, a key of
@@ -146,6 +148,7 @@ class PostHocArguments(CheckedFields, HubArguments):
     learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=0.05)
     shortest: int | None = 8
     train: str | None = validated_field(one_of(("norms",)), default=None)
+    rest_steps: int = validated_field(number(0), default=40)
     recover: int = validated_field(number(0), default=0)
     recover_learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=1e-4)
     objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
@@ -185,7 +188,7 @@ _NO_SEARCH = "with mask: there is no search then"
 
 
 def _trains(options):
-    return bool(options.recover or (options.mask is None and options.steps != 0))
+    return bool(options.rest_steps or options.recover or (options.mask is None and options.steps != 0))
 
 
 # Fields that have no effect, by the options.
@@ -270,6 +273,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
+    if options.mask in (None, *PATTERNS) and fields.get("rest") in (None, "none"):
+        if options.rest_steps != PostHocArguments.rest_steps:
+            raise no_effect("rest_steps", options.rest_steps, "without a rest")
+        options = replace(options, rest_steps=0)
     check_effects(_NO_EFFECT, options)
     _check_text(options)
     check_kept(str(options.output_dir), "model", options)

@@ -40,7 +40,7 @@ from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
 from ..runs.run_life import TrainingRun, training_run
 from .dense_agreement import agreement, inference_seconds
-from .matching import carrier, learn_mask, recover, running_through, start_from_attention
+from .matching import carrier, learn_mask, recover, running_through, start_from_attention, train_rest
 from .matching_trainer import matching_arguments
 from .objectives import predicts_tokens
 from .rest_bias import calibrated
@@ -149,11 +149,17 @@ def _search(
     dense, own = carrier(model), LEARNED if given is None else GIVEN
     masks = {name: each.replace(rest=mask.rest) for name, each in masks.items()}
     masks = _on_main(lambda: calibrated(model, dense, masks, source.start(options.sizes[1], options.seed)))
-    if mask.rest != "none":
-        mask = masks[own]
-        model.sparse_attention.set_mask(mask, search=fields.get("search"))
-    begin = time.perf_counter()
     model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
+    if mask.rest != "none":
+        begin = time.perf_counter()
+        model.sparse_attention.set_mask(masks[own], search=fields.get("search"))
+        batches = source.batches(options.sizes[1], options.rest_steps, options.seed + 2)
+        # In all processes, which an objective may need, with the same batches.
+        found = train_rest(model, teacher, batches, options.rest_steps, options.objectives[0], options.bf16)
+        mask = masks[own] = _on_main(lambda: found)
+        model.sparse_attention.set_mask(mask, search=fields.get("search"))
+        seconds["rest"] = time.perf_counter() - begin
+    begin = time.perf_counter()
     compared = {"dense": build_pattern("dense", 1, config.num_attention_heads)} | masks
     report = _compare(model, compared, source, teacher, mlm_tokenizer, options.seed)
     seconds["report"] = time.perf_counter() - begin
@@ -190,6 +196,7 @@ def _search(
             "search": fields.get("search"),
             "share_layers": fields.get("share_layers"),
             "steps": options.sizes[0] if options.mask is None else None,
+            "rest_steps": options.rest_steps if mask.rest != "none" else None,
             "recover": options.recover,
             "objectives": list(options.objectives),
             "bf16": options.bf16,
@@ -329,6 +336,8 @@ def agreement_table(metrics: dict[str, Any]) -> Table:
         "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
         "hidden states from the dense model's, relative to that of their mean",
     )
+    if metrics.get("rest_steps"):
+        notes = (*notes, f"the bias of the rest is trained for the {own_mask(metrics['mask'])} mask alone")
     if metrics["agreement"].keys() & set(VARIED):
         notes = (*notes, MATCHED)
     if metrics["task"] is not None:
