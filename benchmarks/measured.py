@@ -20,6 +20,7 @@ from studies import claims
 from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
+from studies.harness.seed_comparisons import compare_seeds, mean_text
 
 from . import cost_model, data_memory, encoders, engines, long_inputs, padding, pretrain, rest, search
 from .gpu import model as gpu_model
@@ -91,6 +92,28 @@ def questions():
             row |= {"F1": f"{100 * numbers['score']:.1f}", "cosine": f"{numbers['cosine']:.3f}"}
             rows[shown, length] = row
     return [Table.of("SQuAD", list(rows.values()))]
+
+
+def trained_rests():
+    """What training the bias of the rest gains over calibrating it, for masks `dam_s` with the same seeds."""
+    pairs = {}
+    for model, folders in (("MiniLM", ("trained_rest", "rest")), ("MPNet", ("mpnet_trained_rest", "mpnet"))):
+        trained, calibrated = (_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders)
+        for name in sorted(trained.keys() & calibrated.keys()):
+            settings = trained[name]["settings"]
+            for when, metric in (("before", "cosine_before"), ("after", "cosine")):
+                found = pairs.setdefault((model, settings["length"], when), ({}, {}))
+                for values, cells in zip(found, (trained, calibrated), strict=True):
+                    values[settings["seed"]] = cells[name]["metrics"][metric]
+    compared, rows = compare_seeds(pairs, 4), []
+    for (model, length, when), both in sorted(pairs.items(), key=lambda pair: pair[0][:2]):
+        trained, calibrated = (mean_text(values.values(), 4) for values in both)
+        row = {"model": model, "tokens": str(length), "recovery": when, "calibrated": calibrated, "trained": trained}
+        row["seeds"] = str(len(both[0]))
+        rows.append(
+            row | dict(zip(("difference", "p (Holm)"), compared.get((model, length, when), ("", "")), strict=True))
+        )
+    return [Table.of("The bias of the rest", rows)]
 
 
 # Functions that return a list of [`Table`].
@@ -170,6 +193,7 @@ TABLES = {
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
         for name in ("sparsebert_table3", "sparsebert_figure7")
     },
+    "trained_rests": trained_rests,
     "questions": questions,
     "claims": lambda: [claims.table()],
     "front_page": front_page,

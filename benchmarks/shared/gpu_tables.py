@@ -106,7 +106,8 @@ def tile_quality(length):
     after = {
         row: {seed: metrics["cosine"] for seed, metrics in found.items()} for row, found in rows.items() if row[3]
     }
-    compared = against(after, 4, lambda row: ("dam_s", "dam_s", 0.9, True))
+    own = next(row for row in after if row[1:3] == ("dam_s", 0.9))
+    compared = against(after, 4, lambda row: own)
     body = []
     for row, by_seed in sorted(rows.items(), key=lambda row: -fmean(_before(row[1]))):
         (name, mask, sparsity, _), found = row, by_seed.values()

@@ -579,6 +579,9 @@ def test_a_given_mask_with_a_rest_needs_no_recovery(model_folder, text, tmp_path
     assert all(torch.equal(weights[name], weight) for name, weight in dense.state_dict().items() if name in weights)
     assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys() and metrics["rest_steps"] == 2
     assert "trained for the given mask alone" in agreement_table(metrics).markdown()
+    own = {"mask": str(tmp_path / "out"), "target_sparsity": None, "rest_steps": 2}  # which has a rest
+    search(model_folder, text, tmp_path / "again", **own)
+    assert load(tmp_path / "again").sparse_attention.mask == mask
     metrics = search(model_folder, text, tmp_path / "calibrated", rest_steps=0, **fields)
     calibrated = load(tmp_path / "calibrated").sparse_attention.mask
     assert 0.01 < (mask.rest_bias - calibrated.rest_bias).abs().max() < 0.5

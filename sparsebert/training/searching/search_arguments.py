@@ -291,8 +291,14 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     model = _model_without_weights(config)
     if shares_weights(config):
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
+    mask = given_mask(options, fields, config)
+    if mask is not None and not options.recover and (fields.get("rest") or mask.rest) == "none":
+        raise ValueError(
+            "recover must be at least 1 if mask is given without a rest, as there is nothing to search or calibrate, "
+            "got 0"
+        )
     # Rejects wrong fields, such as a target out of reach.
-    attach_mask(model, options, fields, given_mask(options, fields, config))
+    attach_mask(model, options, fields, mask)
     return config, fields
 
 
@@ -336,11 +342,6 @@ def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[s
     if not options.mask:
         why = f"with the search {fields['search']!r}, and the model keeps its own configuration"
     check_allowed("--model", fields, {*allowed, "target_sparsity"}, why)
-    if options.mask and not options.recover and fields.get("rest") in (None, "none"):
-        raise ValueError(
-            "recover must be at least 1 if mask is given without --rest, as there is nothing to search or calibrate, "
-            "got 0"
-        )
     _, of_mask = model_and_mask_arguments(options)
     if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask, **of_mask)
