@@ -60,7 +60,7 @@ def front_page():
     on_xeon, with_amx = (
         {row["n"]: row["best against best"] for row in found["ratios"].as_json()["rows"]} for found in others
     )
-    plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "rest"))
+    plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "trained_rest"))
     columns = (
         ("cosine", rested, "cosine_before"),
         ("after recovery", rested, "cosine"),

@@ -407,7 +407,12 @@ def test_run(model_folder, text, tmp_path, capsys, monkeypatch):
     assert all(numbers["mlm_loss"] > 0 for numbers in metrics["agreement"].values())
     assert abs(metrics["sparsity"]["window"] - metrics["sparsity"]["learned"]) < 0.03
     said = capsys.readouterr().err
-    assert "search: step 3 of 3, " in said and "recovery: step 2 of 2, " in said and "about 0 s left" in said
+    assert (
+        "search: step 3 of 3, " in said
+        and "rest: step 2 of 2, " in said
+        and "recovery: step 2 of 2, " in said
+        and "about 0 s left" in said
+    )
     assert main(["report", str(tmp_path / "out")]) == 0  # of the mask
     assert "Masks" in capsys.readouterr().out
     table = agreement_table(metrics)

@@ -10,12 +10,14 @@ parameters per head.
 """
 
 import copy
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate import PartialState
 
 from ...checks import check_choice, no_effect
 from ...learning.mask_search import MaskSearch
@@ -24,7 +26,7 @@ from ...models.architectures import attention_modules
 from ...models.attaching import make_sparse_attention
 from ...models.sparse_attention import SparseAttention, get_sparse_attention
 from ..runs.run_life import TrainingRun
-from .matching_trainer import MatchingTrainer, without_checkpoints
+from .matching_trainer import MatchingTrainer, say_tenth, without_checkpoints
 from .objectives import OBJECTIVES, Batch, inputs_of, recorded
 
 
@@ -205,13 +207,16 @@ def train_rest(
     with ExitStack() as stack:
         hook = sparse_attention.register_forward_hook(lambda _, __, inputs: replace(inputs, rest=tuple(bias)))
         stack.callback(hook.remove)
-        for batch in batches:
+        began = time.perf_counter()
+        for step, batch in enumerate(batches, 1):
             with torch.no_grad(), running_through(model, dense):
                 targets = compared.record(teacher or model, batch)
             compared.loss(compared.record(model, batch), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if PartialState().is_main_process:
+                say_tenth("rest", step, steps, began)
     return mask.replace(rest_bias=bias.detach().cpu())
 
 

@@ -55,6 +55,15 @@ class _InOrder(IterableDataset):
             }
 
 
+def say_tenth(name: str, step: int, steps: int, began: float, first: int = 0) -> None:
+    """Say how far a training is that began at the time `began` with step `first`, if a tenth of its steps is done."""
+    if 10 * step // steps > 10 * (step - 1) // steps:
+        seconds = time.perf_counter() - began
+        left = seconds * (steps - step) / (step - first)
+        said = f"{name}: step {step} of {steps}, {seconds:.0f} s, about {left:.0f} s left"
+        print(said, file=sys.stderr, flush=True)
+
+
 class _Tenths(TrainerCallback):
     """A line after each tenth of the steps, where no progress bar is drawn since nobody looks at a terminal."""
 
@@ -65,12 +74,8 @@ class _Tenths(TrainerCallback):
         self.first, self.began = state.global_step, time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step, steps = state.global_step, state.max_steps
-        if args.disable_tqdm and state.is_world_process_zero and 10 * step // steps > 10 * (step - 1) // steps:
-            seconds = time.perf_counter() - self.began
-            left = seconds * (steps - step) / (step - self.first)
-            said = f"{self.name}: step {step} of {steps}, {seconds:.0f} s, about {left:.0f} s left"
-            print(said, file=sys.stderr, flush=True)
+        if args.disable_tqdm and state.is_world_process_zero:
+            say_tenth(self.name, state.global_step, state.max_steps, self.began, self.first)
 
 
 class MatchingTrainer(SparseBertTrainer):
