@@ -245,10 +245,13 @@ def _draw(finished: Cells, path: Path, title: str) -> None:
     }
     rows = {what: of_row for what, of_row in rows.items() if of_row}
     figure = new_figure(2.6 * len(lengths) + 2.4, 2.6 * len(rows) + 0.4, "constrained")
-    grid = figure.subplots(len(rows), len(lengths), sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(len(rows), len(lengths), sharey=True, squeeze=False)
     for (what, of_row), axes in zip(rows.items(), grid, strict=True):
         names = list(dict.fromkeys(cell["settings"]["system"].rpartition(", ")[0] for cell in of_row))
         for length, axis in zip(lengths, axes, strict=True):
+            if all(cell["settings"]["length"] != length for cell in of_row):
+                axis.set_axis_off()
+                continue
             for cell in of_row:
                 if cell["settings"]["length"] == length:
                     system, found = cell["settings"]["system"], cell["metrics"]["by_depth"]
