@@ -95,24 +95,24 @@ def questions():
 
 
 def trained_rests():
-    """What training the bias of the rest gains over calibrating it, for masks `dam_s` with the same seeds."""
+    """What training the bias of the rest gains over calibrating it, for masks with the same seeds."""
     pairs = {}
     for model, folders in (("MiniLM", ("trained_rest", "rest")), ("MPNet", ("mpnet_trained_rest", "mpnet"))):
         trained, calibrated = (_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders)
         for name in sorted(trained.keys() & calibrated.keys()):
             settings = trained[name]["settings"]
             for when, metric in (("before", "cosine_before"), ("after", "cosine")):
-                found = pairs.setdefault((model, settings["length"], when), ({}, {}))
+                key = (model, settings["length"], settings["mask"], when)
+                found = pairs.setdefault(key, ({}, {}))
                 for values, cells in zip(found, (trained, calibrated), strict=True):
                     values[settings["seed"]] = cells[name]["metrics"][metric]
     compared, rows = compare_seeds(pairs, 4), []
-    for (model, length, when), both in sorted(pairs.items(), key=lambda pair: pair[0][:2]):
-        trained, calibrated = (mean_text(values.values(), 4) for values in both)
-        row = {"model": model, "tokens": str(length), "recovery": when, "calibrated": calibrated, "trained": trained}
+    for key, both in sorted(pairs.items(), key=lambda pair: pair[0][:3]):
+        row = dict(zip(("model", "tokens", "mask", "recovery"), map(str, key), strict=True))
+        row["trained"], row["calibrated"] = (mean_text(values.values(), 4) for values in both)
         row["seeds"] = str(len(both[0]))
-        rows.append(
-            row | dict(zip(("difference", "p (Holm)"), compared.get((model, length, when), ("", "")), strict=True))
-        )
+        row["difference"], row["p (Holm)"] = compared.get(key, ("", ""))
+        rows.append(row)
     return [Table.of("The bias of the rest", rows)]
 
 
