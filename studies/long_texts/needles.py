@@ -82,7 +82,7 @@ class NeedleStudy:
     readers: list[str] = field(default_factory=list)
     sparsity: float = 0.9
     text: str | list[str] = "builtin"
-    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192])
     depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])
     documents: int = len(PLACES)
     precision: str = "float32"
