@@ -169,8 +169,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
     names = ("recover_learning_rate", "recover_objective") if cell["recover"] else ()
-    names = names if cell["rest"] == "none" else (*names, "rest_steps")
-    data |= {name: cell[name] for name in ("shortest", "bf16", *names)}
+    data |= {name: cell[name] for name in ("shortest", "bf16", "rest_steps", *names) if name in cell}
     if learned:
         model = _search_fields(cell)
         data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}

@@ -584,7 +584,7 @@ def test_a_given_mask_with_a_rest_needs_no_recovery(model_folder, text, tmp_path
     assert all(torch.equal(weights[name], weight) for name, weight in dense.state_dict().items() if name in weights)
     assert {"dense", "given", "bigbird"} <= metrics["agreement"].keys() and metrics["rest_steps"] == 2
     assert "trained for the given mask alone" in agreement_table(metrics).markdown()
-    own = {"mask": str(tmp_path / "out"), "target_sparsity": None, "rest_steps": 2}  # which has a rest
+    own = {"mask": str(tmp_path / "out"), "target_sparsity": None, "rest_steps": 2, "objective": "pooled"}
     search(model_folder, text, tmp_path / "again", **own)
     assert load(tmp_path / "again").sparse_attention.mask == mask
     metrics = search(model_folder, text, tmp_path / "calibrated", rest_steps=0, **fields)
@@ -709,6 +709,7 @@ def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_p
         ({"pack": False, "shortest": 16}, "shortest 16 has no meaning but for packed text"),
         ({"rest": "none", "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
         ({"mask": "window", "recover": 2, "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
+        ({"mask": "window", "recover": 2, "objective": "layers"}, "objective 'layers' has no meaning with mask"),
         ({"rest_steps": -1}, "rest_steps must be .*at least 0"),
         ({"steps": 0, "rest": "none", "shortest": 16}, "shortest 16 has no meaning but for packed text in steps"),
         ({"steps": 0, "rest_steps": 0, "bf16": True}, "bf16 true has no meaning without steps of"),

@@ -10,8 +10,8 @@ from sparsebert.attention.distance_bias import distance_table
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import keys_of_rest, pooled_rest
 from sparsebert.models.families.mpnet import bias_by_distance
-from sparsebert.training.searching.matching import carrier, running_through, train_rest
-from sparsebert.training.searching.rest_bias import calibrated
+from sparsebert.training.searching.matching import carrier, running_through
+from sparsebert.training.searching.rest_bias import calibrated, train_rest
 
 
 HEADS, LENGTH = 4, 24

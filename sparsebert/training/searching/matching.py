@@ -10,14 +10,12 @@ parameters per head.
 """
 
 import copy
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate import PartialState
 
 from ...checks import check_choice, no_effect
 from ...learning.mask_search import MaskSearch
@@ -26,8 +24,8 @@ from ...models.architectures import attention_modules
 from ...models.attaching import make_sparse_attention
 from ...models.sparse_attention import SparseAttention, get_sparse_attention
 from ..runs.run_life import TrainingRun
-from .matching_trainer import MatchingTrainer, say_tenth, without_checkpoints
-from .objectives import OBJECTIVES, Batch, inputs_of, recorded
+from .matching_trainer import MatchingTrainer, without_checkpoints
+from .objectives import OBJECTIVES, Batch, Objective, inputs_of, recorded
 
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
 # Number of batches over which the attention is averaged that a search starts from.
 START_BATCHES = 8
-# Learning rate of the bias of the rest, which is in units of a score.
-_REST_LEARNING_RATE = 0.1
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
@@ -153,7 +149,7 @@ def learn_mask(
     change, except those of the normalization layers if `train_norms`. With a run, there are checkpoints, and the run
     may go on from one. Returns the seconds it took.
     """
-    compared = _objective(objective, model, bf16)
+    compared = matched_objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     search, logits = _searched(sparse_attention)
     model.requires_grad_(False)
@@ -173,7 +169,7 @@ def learn_mask(
     if parts is not None:
         optimizer.register_step_pre_hook(parts.split)
         optimizer.register_step_post_hook(parts.join)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay(steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps))
 
     def targets(batch):
         with running_through(model, dense), _swapped(norms, originals):
@@ -184,43 +180,8 @@ def learn_mask(
     return seconds
 
 
-def train_rest(
-    model: "PreTrainedModel",
-    teacher: "PreTrainedModel | None",
-    batches: Iterable[Batch],
-    steps: int,
-    objective: str = "pooled",
-    bf16: bool = False,
-) -> "SparseMask":
-    """
-    Train the `rest_bias` of the frozen mask that a model carries so that the masked model computes the same as the
-    dense model, by default the model itself without its mask. No weight changes. Returns the mask with this bias.
-    """
-    compared, dense = _objective(objective, model, bf16), carrier(model)
-    sparse_attention = get_sparse_attention(model)
-    mask = sparse_attention.mask
-    assert mask is not None
-    model.eval().requires_grad_(False)
-    bias = mask.rest_biases().to(model.device, copy=True).requires_grad_(True)
-    optimizer = torch.optim.Adam([bias], lr=_REST_LEARNING_RATE, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay(steps))
-    with ExitStack() as stack:
-        hook = sparse_attention.register_forward_hook(lambda _, __, inputs: replace(inputs, rest=tuple(bias)))
-        stack.callback(hook.remove)
-        began = time.perf_counter()
-        for step, batch in enumerate(batches, 1):
-            with torch.no_grad(), running_through(model, dense):
-                targets = compared.record(teacher or model, batch)
-            compared.loss(compared.record(model, batch), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if PartialState().is_main_process:
-                say_tenth("rest", step, steps, began)
-    return mask.replace(rest_bias=bias.detach().cpu())
-
-
-def _decay(steps):
+def decay(steps: int) -> Callable[[int], float]:
+    """A schedule that falls linearly to a tenth."""
     return lambda step: max(1 - step / max(steps, 1), 0.1)
 
 
@@ -294,7 +255,7 @@ def recover(
     Train the weights through the frozen mask, without dropout, to compute the same as the dense model. The run and
     what is returned are those of [`learn_mask`].
     """
-    compared = _objective(objective, model, bf16)
+    compared = matched_objective(objective, model, bf16)
     model.requires_grad_(True)
     trained = model if compared.of_head else model.base_model
     # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
@@ -310,7 +271,8 @@ def recover(
     return _train(model, batches, steps, compared, targets, (optimizer, schedule), 1.0, run, masks)
 
 
-def _objective(name, model, bf16):
+def matched_objective(name: str, model: "PreTrainedModel", bf16: bool) -> Objective:
+    """An objective, checked to have a meaning for the model, that computes in bfloat16 if it is to."""
     check_choice("objective", name, tuple(OBJECTIVES))
     objective = OBJECTIVES[name]
     if reason := objective.refuse(model):

@@ -1,20 +1,24 @@
 """
-The bias of the rest, from what the dense model attends to.
+The bias of the rest: from what the dense model attends to, and trained.
 
 Letters: B batch, L layers, H heads, n length.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate import PartialState
 
 from ...masks.expansion import SPECIAL_TOKENS
 from ...masks.sparse_mask import SparseMask
 from ...models.architectures import attention_modules
 from ...models.sparse_attention import SparseAttention, get_sparse_attention
-from .matching import carrier, running_through
+from .matching import carrier, decay, matched_objective, running_through
+from .matching_trainer import say_tenth
 from .objectives import Batch, inputs_of, recorded
 
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 # The bias is kept within this: in a head that pays nothing to what is removed it would be the logarithm of 0.
 _LARGEST = 10.0
 _LEAST = 1e-30
+# Of its training, in units of a score.
+_LEARNING_RATE = 0.1
 
 
 def calibrate_rest(model: "PreTrainedModel", batches: Iterable[Batch]) -> None:
@@ -91,6 +97,42 @@ def calibrated(
     return dict(masks) | {
         name: mask.replace(rest_bias=bias) for (name, mask), bias in zip(rested.items(), biases, strict=True)
     }
+
+
+def train_rest(
+    model: "PreTrainedModel",
+    teacher: "PreTrainedModel | None",
+    batches: Iterable[Batch],
+    steps: int,
+    objective: str = "pooled",
+    bf16: bool = False,
+) -> "SparseMask":
+    """
+    Train the `rest_bias` of the frozen mask that a model carries so that the masked model computes the same as the
+    dense model, by default the model itself without its mask. No weight changes. Returns the mask with this bias.
+    """
+    compared, dense = matched_objective(objective, model, bf16), carrier(model)
+    sparse_attention = get_sparse_attention(model)
+    mask = sparse_attention.mask
+    assert mask is not None
+    model.eval().requires_grad_(False)
+    bias = mask.rest_biases().to(model.device, copy=True).requires_grad_(True)
+    optimizer = torch.optim.Adam([bias], lr=_LEARNING_RATE, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps))
+    with ExitStack() as stack:
+        hook = sparse_attention.register_forward_hook(lambda _, __, inputs: replace(inputs, rest=tuple(bias)))
+        stack.callback(hook.remove)
+        began = time.perf_counter()
+        for step, batch in enumerate(batches, 1):
+            with torch.no_grad(), running_through(model, dense):
+                targets = compared.record(teacher or model, batch)
+            compared.loss(compared.record(model, batch), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if PartialState().is_main_process:
+                say_tenth("rest", step, steps, began)
+    return mask.replace(rest_bias=bias.detach().cpu())
 
 
 def _missing(probs, layer, added, masks):

@@ -104,12 +104,11 @@ class PostHocArguments(CheckedFields, HubArguments):
         shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
             a mask that also serves short inputs; `null` to keep all batches whole. Only packed text is cut.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
-        rest_steps (`int`): Number of steps that train the bias of the rest of the frozen mask, before the recovery;
-            with 0, it is only calibrated.
+        rest_steps (`int`): Number of steps that train the bias of the rest; with 0, it is only calibrated.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
-        objective (`str`, *optional*): What the search compares between the masked and the dense model, a key of
-            `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
+        objective (`str`, *optional*): What the search and the training of the rest compare between the masked and the
+            dense model, a key of `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
         recover_objective (`str`, *optional*): What the recovery compares; by default `"answers"` with `task` or if
             `objective` is `"answers"`, and else `"pooled"`.
         recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
@@ -183,7 +182,6 @@ class PostHocArguments(CheckedFields, HubArguments):
 
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
 
-
 _NO_SEARCH = "with mask: there is no search then"
 
 
@@ -198,17 +196,17 @@ _NO_EFFECT: Effects = (
         lambda options: not options.task and "without task",
     ),
     (("pack",), lambda options: options.task and f"with task: the inputs of {options.task} are not packed"),
-    (
-        ("validation",),
-        lambda options: options.task and f"with task: {options.task} has its own validation split",
-    ),
+    (("validation",), lambda options: options.task and f"with task: {options.task} has its own validation split"),
     (
         ("recover_from", "train", "steps", "learning_rate", "device_target"),
         lambda options: options.mask and _NO_SEARCH,
     ),
     (
         ("objective",),  # "answers" is then that of the recovery
-        lambda options: options.mask and options.objective != "answers" and f"{_NO_SEARCH}; set recover_objective",
+        lambda options: (
+            (options.mask and not options.rest_steps and options.objective != "answers")
+            and f"{_NO_SEARCH}; set recover_objective"
+        ),
     ),
     (("train", "learning_rate"), lambda options: options.steps == 0 and "with steps 0: nothing is trained"),
     (("bf16",), lambda options: not _trains(options) and "without steps of a search or recovery"),
@@ -293,10 +291,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
     mask = given_mask(options, fields, config)
     if mask is not None and not options.recover and (fields.get("rest") or mask.rest) == "none":
-        raise ValueError(
-            "recover must be at least 1 if mask is given without a rest, as there is nothing to search or calibrate, "
-            "got 0"
-        )
+        raise ValueError("recover must be at least 1 if mask is given without a rest to calibrate, got 0")
     # Rejects wrong fields, such as a target out of reach.
     attach_mask(model, options, fields, mask)
     return config, fields

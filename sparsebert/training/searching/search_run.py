@@ -40,10 +40,10 @@ from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
 from ..runs.run_life import TrainingRun, training_run
 from .dense_agreement import agreement, inference_seconds
-from .matching import carrier, learn_mask, recover, running_through, start_from_attention, train_rest
+from .matching import carrier, learn_mask, recover, running_through, start_from_attention
 from .matching_trainer import matching_arguments
 from .objectives import predicts_tokens
-from .rest_bias import calibrated
+from .rest_bias import calibrated, train_rest
 from .search_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .search_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 
