@@ -107,6 +107,11 @@ def test_trained_rest_brings_the_model_closer_to_the_dense_one(made, bf16):
     assert model.sparse_attention.mask is mask and (error(own), error(states)) == before
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert found == mask.replace(rest_bias=found.rest_bias) and found.rest_bias.shape == mask.rest_bias.shape
+    with torch.no_grad():
+        broken = copy.deepcopy(other)
+        broken.get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="step 1 of the training of the rest: the loss is nan"):
+        train_rest(model, broken, [rows], 1, "last", bf16)
     model.set_mask(found)
     assert error(own) < 0.95 * before[0]
     model.set_mask(by_other)

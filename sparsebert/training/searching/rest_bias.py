@@ -126,7 +126,10 @@ def train_rest(
         for step, batch in enumerate(batches, 1):
             with torch.no_grad(), running_through(model, dense):
                 targets = compared.record(teacher or model, batch)
-            compared.loss(compared.record(model, batch), targets).backward()
+            loss = compared.loss(compared.record(model, batch), targets)
+            if not torch.isfinite(loss):
+                raise FloatingPointError(f"step {step} of the training of the rest: the loss is {loss.item()}")
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
