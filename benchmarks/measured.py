@@ -16,6 +16,7 @@ from statistics import fmean
 
 from sparsebert.analysis.reporting.reports import GIVEN
 from sparsebert.analysis.tables import Table
+from sparsebert.masks.shipped import SHIPPED
 from studies import claims
 from studies.claims import REPRODUCED
 from studies.experiments import EXPERIMENTS
@@ -92,6 +93,19 @@ def questions():
             row |= {"F1": f"{100 * numbers['score']:.1f}", "cosine": f"{numbers['cosine']:.3f}"}
             rows[shown, length] = row
     return [Table.of("SQuAD", list(rows.values()))]
+
+
+def shipped():
+    """How close the masks of the package keep their model: from the `metrics.json` of searches for their rests."""
+    rows = []
+    for name in SHIPPED:
+        found = _read(name, RESULTS / "shipped")
+        agreement = found["agreement"][GIVEN]
+        row = {"mask": f"`{name}`", "tokens": str(found["plan"]["length"])}
+        row |= {"removed": f"{found['sparsity'][GIVEN]:.0%}", "live tiles of 64": f"{found['live_tiles']:.0%}"}
+        row |= {"cosine": f"{agreement['cosine']:.3f}", "5 % quantile": f"{agreement['cosine_5']:.3f}"}
+        rows.append(row)
+    return [Table.of("Masks", rows)]
 
 
 def trained_rests():
@@ -195,6 +209,7 @@ TABLES = {
     },
     "trained_rests": trained_rests,
     "questions": questions,
+    "shipped": shipped,
     "claims": lambda: [claims.table()],
     "front_page": front_page,
 }
