@@ -1,5 +1,6 @@
 """
-The files of a mask: `mask_config.json` describes it, `mask.safetensors` holds one bit per parameter.
+The files of a mask: `mask_config.json` describes it, `mask.safetensors` holds one bit per parameter
+and the bias of a rest.
 
 Letters: L layers (1 when shared), H heads, n length, K parameters of a Toeplitz form.
 """

@@ -95,6 +95,7 @@ def checked_rest_bias(bias: Any, rest: str, num_heads: int) -> torch.Tensor | No
     found = f"{bias.dtype} {tuple(bias.shape)}" if isinstance(bias, torch.Tensor) else type(bias).__name__
     if not isinstance(bias, torch.Tensor) or bias.is_meta or not bias.is_floating_point():
         raise ValueError(f"rest_bias must be a tensor of floats, got {found}")
+    bias = bias.detach().to("cpu", torch.float32, copy=True).contiguous()
     if bias.dim() != 2 or bias.shape[1] != num_heads or not len(bias) or not bias.isfinite().all():
         raise ValueError(f"rest_bias must be finite and of shape (layers, {num_heads}), got {found}")
-    return bias.detach().to("cpu", torch.float32, copy=True)
+    return bias

@@ -267,14 +267,15 @@ class SparseMask:
 
     def check_fits(self, num_layers: int, num_heads: int) -> None:
         """Refuse a mask of other sizes than those of a model, whose layers with attention count."""
-        layers = {self.num_layers, len(self.rest_biases())} - {0, 1, num_layers}
-        if not layers and self.num_heads == num_heads:
+        rests = len(self.rest_biases())
+        if not {self.num_layers, rests} - {0, 1, num_layers} and self.num_heads == num_heads:
             return
         base = self.metadata.get("base_model")
         found = f" (found for {printable(base)})" if base else ""
+        biases = f", its rest_bias for {rests}" if rests not in (0, self.num_layers) else ""
         raise ValueError(
-            f"the mask{found} is for {self.num_layers} layer(s) and {self.num_heads} heads of length {self.length}; "
-            f"the model has {num_layers} layers with attention and {num_heads} heads (1 layer fits all)"
+            f"the mask{found} is for {self.num_layers} layer(s){biases} and {self.num_heads} heads of length "
+            f"{self.length}; the model has {num_layers} layers with attention and {num_heads} heads (1 layer fits all)"
         )
 
     def rest_biases(self) -> torch.Tensor:
@@ -316,9 +317,9 @@ class SparseMask:
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
-        Write `mask_config.json` and `mask.safetensors` (one bit per parameter) and, in a folder without a model, a
-        card. A `README.md` that you wrote or changed is kept. In the folder of an attached model that is still
-        searching, the mask ends that search: its `search_config.json` is removed.
+        Write `mask_config.json` and `mask.safetensors` (one bit per parameter, and the bias of a rest) and, in a
+        folder without a model, a card. A `README.md` that you wrote or changed is kept. In the folder of an attached
+        model that is still searching, the mask ends that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.

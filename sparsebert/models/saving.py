@@ -263,12 +263,14 @@ class SparseModelMixin(MaskedForward, _ModelBase):
     def _check_layers(self):
         """Raise a `ValueError` before a folder is written that cannot be loaded."""
         sparse_attention = self.sparse_attention
-        found = sparse_attention.mask or sparse_attention.search
+        mask, search = sparse_attention.mask, sparse_attention.search
         layers = getattr(self.config, "num_attention_layers", self.config.num_hidden_layers)
-        if found is not None and found.num_layers not in (1, layers):
+        held = {search.num_layers} if search is not None else set()
+        held |= {mask.num_layers, len(mask.rest_biases())} if mask is not None else set()
+        if found := max(held - {0, 1, layers}, default=None):
             raise ValueError(
-                f"the mask has {found.num_layers} layers, the configuration {layers} with attention: remove layers "
-                "from the stock model, and then attach the mask of those that are left, mask.replace(keep=...)"
+                f"the mask has {found} layers, the configuration {layers} with attention: remove layers from the "
+                "stock model, and then attach the mask of those that are left, mask.replace(keep=..., rest_bias=...)"
             )
 
     def _with_logits(self, state_dict):

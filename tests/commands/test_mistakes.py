@@ -412,8 +412,8 @@ def test_files_of_a_task(check, write_data, name, content, said):
         ("SEARCH --sparsity_weight 1", "sparsity_weight ... has no meaning here: the search has a target"),
         ("SEARCH --steps 0 --train norms", "train 'norms' has no meaning with steps 0"),
         (
-            "SEARCH --mask bigbird --target_sparsity null --recover 1 --objective layers",
-            "objective 'layers' ... with mask",
+            "SEARCH --mask bigbird --recover 1 --objective layers",
+            "objective 'layers' ... without a search",
         ),
         ("SEARCH --initial_decay 0", "initial_decay ... has no meaning here: the search starts from what"),
         ("SEARCH --target_sparsity null --recover 1 --mask winodw", "unknown mask 'winodw'; did you mean 'window'"),

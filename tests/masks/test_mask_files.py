@@ -54,7 +54,7 @@ def test_the_reader_of_the_documentation(form, tmp_path):
     page = (Path(__file__).parents[2] / "docs/sharing.md").read_text(encoding="utf-8")
     code = re.search(r"^## The files of a mask$.*?^```python\n(.*?)^```$", page, re.M | re.S)[1]
     exec(code, names_in_it := {})
-    mask = make_mask(form, rest="mean", rest_bias=torch.ones(1, 3))
+    mask = make_mask(form, rest="mean", rest_bias=torch.ones(3, 2).T)  # not contiguous
     mask.save_pretrained(tmp_path)
     assert (names_in_it["read_keep"](tmp_path) == mask.keep.numpy()).all()
 

@@ -178,6 +178,9 @@ for folder in sorted((root / "served").iterdir()):
         report[f"{folder.name} again"] = len(again.hidden_states)
     if folder.name == "AutoModelForCausalLM":
         report["generated"] = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False).tolist()
+    if folder.name == "offsets_rest":
+        with torch.autocast("cpu", torch.float16):
+            report["autocast"] = error_of(model, folder)
     if folder.name.startswith("empty_rows"):
         half = torch.float16, torch.bfloat16
         report[f"{folder.name} halves"] = [error_of(model.to(dtype), folder) for dtype in half]
@@ -238,6 +241,7 @@ def test_every_form_and_head_equals_the_package(client, folders):
     for name in ("empty_rows", "empty_rows_and_mask_of_the_caller"):
         halves = report[f"{name} halves"]
         assert halves[0] <= 0.1 and halves[1] <= 0.3, (name, halves)
+    assert report["autocast"] <= 0.1, report["autocast"]
     assert report["pushed"] and report["secret"]
     assert report["AutoModelForMaskedLM again"] == report["attached again"] == TINY["num_hidden_layers"] + 1
     assert report["fields"] == ["sparsebert", LENGTH, True] and report["changed"] == [1, 30, 32]

@@ -353,6 +353,12 @@ def test_layers_removed_from_the_model_alone(tmp_path, attached):
     with pytest.raises(ValueError, match="the mask has 2 layers, the configuration 1 with attention"):
         model.save_pretrained(tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
+    shared = mask.replace(keep=mask.keep[:1], rest="mean", rest_bias=torch.ones(2, 4))
+    model.sparse_attention._mask = shared
+    with pytest.raises(ValueError, match="the mask has 2 layers, the configuration 1 with attention"):
+        model.save_pretrained(tmp_path / "cut")
     stock = BertModel(BertConfig(**TINY | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="for 1 layer.s., its rest_bias for 2 and 4 heads .* the model has 1 layers"):
+        attach(stock, shared)
     attach(stock, mask.replace(keep=mask.keep[:1])).save_pretrained(tmp_path / "cut")
     assert load(tmp_path / "cut").sparse_attention.mask.num_layers == 1

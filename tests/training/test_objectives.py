@@ -137,5 +137,9 @@ def test_models_without_what_is_compared():
     with pytest.raises(ValueError, match="objective 'tokens' has no meaning here: ElectraForPreTraining does not"):
         recover(electra, electra, [], 0, 1e-3, objective="tokens")
     assert OBJECTIVES["tokens"].refuse(transformers.BertForPreTraining(config_of("bert"))) is None
+    one_layer = config_of("bert")
+    one_layer.num_hidden_layers = 1
+    reason = OBJECTIVES["relations"].refuse(transformers.BertModel(one_layer))
+    assert reason == "the projections of the only layer come before its mask"
     with pytest.raises(ValueError, match="objective must be one of"):
         recover(model, model, [], 0, 1e-3, objective="cosine")

@@ -515,6 +515,8 @@ def test_a_search_goes_on_where_it_was_killed(model_folder, text, tmp_path, monk
     with pytest.raises(FileExistsError, match="holds an unfinished run, complete up to checkpoint-.*: add --resume"):
         search(model_folder, text, killed, **fields)
     begun = []
+    if places[-1] > 100:  # the rest is not trained anew
+        monkeypatch.setattr("sparsebert.training.searching.search_run.train_rest", None)
 
     def first(trainer, *args):
         begun.append(trainer.state.global_step + 100 * (trainer.args.max_grad_norm > 0))
@@ -567,6 +569,9 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     search(model_folder, text, tmp_path / "again", recover=3, **fields)
     again = load(tmp_path / "again")
     assert again.sparse_attention.mask == mask
+    fields["recover"] = 3
+    refuse("rest_steps 7 has no meaning without a rest", model_folder, text, tmp_path / "new", rest_steps=7, **fields)
+    refuse("objective 'last' has no meaning", model_folder, text, tmp_path / "new", objective="last", **fields)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -648,6 +653,12 @@ def test_the_dense_model_has_no_picture_of_its_mask(model_folder, text, tmp_path
     assert "![" not in (tmp_path / "dense/README.md").read_text()
 
 
+def test_a_search_that_multiplies(model_folder, text, tmp_path):
+    """By another backend than other searches, and without a rest."""
+    search(model_folder, text, tmp_path / "out", mask_form="multiplicative", rest_steps=40, steps=1)
+    assert load(tmp_path / "out").sparse_attention.mask.rest == "none"
+
+
 def test_given_random_masks_differ_by_seed(model_folder):
     config = transformers.AutoConfig.from_pretrained(model_folder)
     options = [PostHocArguments(mask="random_drop", max_length=32, seed=seed) for seed in (0, 0, 1)]
@@ -660,7 +671,8 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
     word_tokenizer.save_pretrained(tmp_path / "model")
     metrics = search(tmp_path / "model", text, tmp_path / "out", train="norms")
     assert "MLM loss" not in agreement_table(metrics).columns
-    assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert mask.num_layers == len(mask.rest_bias) == 1
     with pytest.raises(ValueError, match="share_layers must be true"):
         search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
 
@@ -669,7 +681,7 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
     ("fields", "rest"),
     [
         ({"search": "dam_s"}, "mean"),
-        ({"search": "dam_s", "mask_form": "multiplicative"}, "none"),
+        ({"search": "dam_s", "mask_form": "multiplicative", "rest_steps": 40}, "none"),
         ({"search": "vertical_slash", "rest": "none"}, "none"),
     ],
 )
@@ -709,7 +721,9 @@ def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_p
         ({"pack": False, "shortest": 16}, "shortest 16 has no meaning but for packed text"),
         ({"rest": "none", "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
         ({"mask": "window", "recover": 2, "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
-        ({"mask": "window", "recover": 2, "objective": "layers"}, "objective 'layers' has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "objective": "layers"}, "objective 'layers' has no meaning without a sea"),
+        ({"steps": 0, "rest": "none", "objective": "last"}, "objective 'last' has no meaning without a search"),
+        ({"mask_form": "multiplicative", "rest_steps": 3}, "rest_steps 3 has no meaning without a rest"),
         ({"rest_steps": -1}, "rest_steps must be .*at least 0"),
         ({"steps": 0, "rest": "none", "shortest": 16}, "shortest 16 has no meaning but for packed text in steps"),
         ({"steps": 0, "rest_steps": 0, "bf16": True}, "bf16 true has no meaning without steps of"),

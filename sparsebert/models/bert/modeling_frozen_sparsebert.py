@@ -102,7 +102,14 @@ class FrozenSelfAttention(BertSelfAttention):
         live = live & cut
         if rest is not None:
             real, others, bias = rest
-            return self.forward_with_rest(hidden_states, live, real, others, bias[self.mask_layer % len(bias)])
+            states = (
+                layer(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2).float()
+                for layer in (self.query, self.key, self.value)
+            )  # (B, H, n, d)
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                bias = bias[self.mask_layer % len(bias)]
+                output, weights = self.attend_with_rest(*states, live, real, others, bias)
+            return output.to(hidden_states.dtype), weights
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         removed = max(REMOVED, torch.finfo(dtype).min / 2)  # finite, also where two are added
@@ -117,13 +124,8 @@ class FrozenSelfAttention(BertSelfAttention):
         heads = output.unflatten(-1, (self.num_attention_heads, -1)) * live.transpose(1, 2)
         return heads.flatten(-2), None if weights is None else weights * live
 
-    def forward_with_rest(self, hidden_states, live, real, others, bias):
+    def attend_with_rest(self, query, key, value, live, real, others, bias):
         """Attention with one more key, which stands for all that are removed, see `rest.py` of sparsebert."""
-        heads = (-1, self.num_attention_heads, self.attention_head_size)
-        query, key, value = (
-            layer(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2).float()
-            for layer in (self.query, self.key, self.value)
-        )  # (B, H, n, d)
         scale, others = self.attention_head_size**-0.5, others[:, None, :, None]
         count = others.sum(2, keepdim=True).clamp(min=1)
         mean = torch.where(others, query, 0).sum(2, keepdim=True) / count
@@ -138,7 +140,7 @@ class FrozenSelfAttention(BertSelfAttention):
         weights = scores.softmax(-1) * real[:, None, :, None]
         weights, last = self.dropout(weights[..., :-1]), weights[..., -1:]
         output = weights @ torch.where(real[:, None, :, None], value, 0) + last * own_value
-        return output.transpose(1, 2).flatten(-2).to(hidden_states.dtype), weights
+        return output.transpose(1, 2).flatten(-2), weights
 
 
 def is_packed(position_ids, padding):

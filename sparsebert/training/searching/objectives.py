@@ -177,6 +177,8 @@ def _answers_loss(ours, theirs):
 def _no_relations(model):
     if _projections(model) is None:
         return f"a model of type {model.config.model_type!r} has no query, key and value projections of its own"
+    if model.config.num_hidden_layers == 1:
+        return "the projections of the only layer come before its mask"
     return None
 
 

@@ -4,6 +4,7 @@ The bias of the rest: from what the dense model attends to, and trained.
 Letters: B batch, L layers, H heads, n length.
 """
 
+import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
+from transformers.utils import logging
 
+from ...attention.model_masks import without_adapters
 from ...masks.expansion import SPECIAL_TOKENS
 from ...masks.sparse_mask import SparseMask
 from ...models.architectures import attention_modules
@@ -24,6 +27,8 @@ from .objectives import Batch, inputs_of, recorded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.get_logger(__name__)
 
 # The bias is kept within this: in a head that pays nothing to what is removed it would be the logarithm of 0.
 _LARGEST = 10.0
@@ -45,6 +50,7 @@ def calibrate_rest(model: "PreTrainedModel", batches: Iterable[Batch]) -> None:
     Raises:
         ValueError: If the model carries no such mask, or a batch has padding, or there is none.
     """
+    model = without_adapters(model)
     sparse_attention = get_sparse_attention(model)
     mask = sparse_attention.mask
     if mask is None or mask.rest == "none":
@@ -68,8 +74,10 @@ def calibrated(
     rested = {name: mask for name, mask in masks.items() if mask.rest != "none"}
     if not rested:
         return dict(masks)
+    if model.dtype == torch.float16:  # in which small probabilities are 0
+        model = copy.deepcopy(model).float()
     modules = list(attention_modules(model).values())
-    sums: list[torch.Tensor] = []
+    batch_sums: list[torch.Tensor] = []
     implementation = model.config._attn_implementation
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with ExitStack() as stack:
@@ -89,10 +97,13 @@ def calibrated(
 
             with recorded(modules, found, missing), recorded([dense], distances, lambda made: made.distance_bias):
                 model.base_model(**inputs_of(batch))
-            sums.append(torch.stack(found, 1))
-    if not sums:
+            batch_sums.append(torch.stack(found, 1))
+    if not batch_sums:
         raise ValueError("a rest is calibrated with at least one batch")
-    total, count = torch.stack(sums).sum(0).unbind(-1)  # (number of masks, L, H)
+    sums = torch.stack(batch_sums).sum(0)  # (number of masks, L, H, 2)
+    if dense.carrier.one_layer:  # it has one bias for all its calls
+        sums = sums.sum(1, keepdim=True)
+    total, count = sums.unbind(-1)
     biases = (total / count.clamp(min=1)).clamp(-_LARGEST, _LARGEST)
     return dict(masks) | {
         name: mask.replace(rest_bias=bias) for (name, mask), bias in zip(rested.items(), biases, strict=True)
@@ -109,7 +120,8 @@ def train_rest(
 ) -> "SparseMask":
     """
     Train the `rest_bias` of the frozen mask that a model carries so that the masked model computes the same as the
-    dense model, by default the model itself without its mask. No weight changes. Returns the mask with this bias.
+    dense model, by default the model itself without its mask. No weight changes. Returns the mask with this bias, or,
+    if the training diverges, the mask as it is, with a warning: it must not cost the search that found the mask.
     """
     compared, dense = matched_objective(objective, model, bf16), carrier(model)
     sparse_attention = get_sparse_attention(model)
@@ -127,10 +139,14 @@ def train_rest(
             with torch.no_grad(), running_through(model, dense):
                 targets = compared.record(teacher or model, batch)
             loss = compared.loss(compared.record(model, batch), targets)
-            if not torch.isfinite(loss):
-                raise FloatingPointError(f"step {step} of the training of the rest: the loss is {loss.item()}")
             loss.backward()
             optimizer.step()
+            if not bias.isfinite().all():
+                why = f"the loss is {loss.item()}" if not loss.isfinite() else "a gradient is not finite"
+                logger.warning(
+                    f"The bias of the rest stays as it was calibrated: at step {step} of its training {why}."
+                )
+                return mask
             optimizer.zero_grad()
             schedule.step()
             if PartialState().is_main_process:

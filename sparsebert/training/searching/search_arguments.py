@@ -113,8 +113,8 @@ class PostHocArguments(CheckedFields, HubArguments):
             `objective` is `"answers"`, and else `"pooled"`.
         recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
             first half of it. By default the recovery begins with the final mask.
-        bf16 (`bool`): Compute search and recovery in bfloat16 (autocast); the weights keep their dtype. Faster on a
-            GPU, or on a CPU with instructions for it.
+        bf16 (`bool`): Compute all steps in bfloat16 (autocast); the weights keep their dtype. Faster on a GPU, or on a
+            CPU with instructions for it.
         patterns (`bool`): Compare with random and manual masks.
         timed (`bool`): Time inference with the mask and without it.
         seed (`int`): Random seed.
@@ -204,12 +204,12 @@ _NO_EFFECT: Effects = (
     (
         ("objective",),  # "answers" is then that of the recovery
         lambda options: (
-            (options.mask and not options.rest_steps and options.objective != "answers")
-            and f"{_NO_SEARCH}; set recover_objective"
+            ((options.mask or options.steps == 0) and not options.rest_steps and options.objective != "answers")
+            and "without a search, and without a rest that is trained; set recover_objective"
         ),
     ),
     (("train", "learning_rate"), lambda options: options.steps == 0 and "with steps 0: nothing is trained"),
-    (("bf16",), lambda options: not _trains(options) and "without steps of a search or recovery"),
+    (("bf16",), lambda options: not _trains(options) and "without steps of a search, a rest or a recovery"),
     (
         ("recover_learning_rate", "recover_objective", "recover_from"),
         lambda options: not options.recover and "without recover, the number of steps of the recovery",
@@ -218,7 +218,7 @@ _NO_EFFECT: Effects = (
         ("shortest",),
         lambda options: (
             (options.shortest is not None and (options.task or not options.pack or not _trains(options)))
-            and "but for packed text in steps of a search or recovery"
+            and "but for packed text in steps of a search, a rest or a recovery"
         ),
     ),
 )
@@ -271,27 +271,26 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
-    if options.mask in (None, *PATTERNS) and fields.get("rest") in (None, "none"):
-        if options.rest_steps != PostHocArguments.rest_steps:
-            raise no_effect("rest_steps", options.rest_steps, "without a rest")
-        options = replace(options, rest_steps=0)
     check_effects(_NO_EFFECT, options)
     _check_text(options)
     check_kept(str(options.output_dir), "model", options)
     _check_mask(options, fields, given)
     config = _check_model(options)
     if "rest" in fields.keys() - given.keys() and (
-        getattr(config, "is_decoder", False)
-        or fields.get("mask_form") == "multiplicative"
-        or fields.get("probability_map", "softmax") != "softmax"
+        getattr(config, "is_decoder", False) or fields.get("mask_form") == "multiplicative"
     ):
         fields = fields | {"rest": "none"}
     model = _model_without_weights(config)
     if shares_weights(config):
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
     mask = given_mask(options, fields, config)
-    if mask is not None and not options.recover and (fields.get("rest") or mask.rest) == "none":
-        raise ValueError("recover must be at least 1 if mask is given without a rest to calibrate, got 0")
+    if (fields.get("rest") or getattr(mask, "rest", "none")) == "none":
+        if mask is not None and not options.recover:
+            raise ValueError("recover must be at least 1 if mask is given without a rest to calibrate, got 0")
+        if options.rest_steps != PostHocArguments.rest_steps:
+            raise no_effect("rest_steps", options.rest_steps, "without a rest")
+        options = replace(options, rest_steps=0)
+        check_effects(_NO_EFFECT, options)
     # Rejects wrong fields, such as a target out of reach.
     attach_mask(model, options, fields, mask)
     return config, fields
@@ -397,4 +396,5 @@ def attach_mask(
         except ValueError as error:
             raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
     others = {name: value for name, value in fields.items() if name != "search"}
-    return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)
+    backend = "sparse_eager" if fields.get("mask_form") == "multiplicative" else "sparse_sdpa"
+    return attach(model, fields["search"], mask_length=options.max_length, attn_implementation=backend, **others)

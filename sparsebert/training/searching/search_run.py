@@ -150,21 +150,26 @@ def _search(
     masks = {name: each.replace(rest=mask.rest) for name, each in masks.items()}
     masks = _on_main(lambda: calibrated(model, dense, masks, source.start(options.sizes[1], options.seed)))
     model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
+    recovery = _recovery(run, options, learned) if options.recover else None
     if mask.rest != "none":
-        begin = time.perf_counter()
-        model.sparse_attention.set_mask(masks[own], search=fields.get("search"))
-        batches = source.batches(options.sizes[1], options.rest_steps, options.seed + 2)
-        # In all processes, which an objective may need, with the same batches.
-        found = train_rest(model, teacher, batches, options.rest_steps, options.objectives[0], options.bf16)
-        mask = masks[own] = _on_main(lambda: found)
+        begin, mask = time.perf_counter(), masks[own]
+        model.sparse_attention.set_mask(mask, search=fields.get("search"))
+        if recovery is not None and recovery.checkpoint:  # another kind of CPU would train it to another bias
+            mask = mask.replace(rest_bias=SparseMask.from_pretrained(recovery.checkpoint).rest_bias)
+        else:
+            batches = source.batches(options.sizes[1], options.rest_steps, options.seed + 2)
+            # In all processes, which an objective may need, with the same batches.
+            found = train_rest(model, teacher, batches, options.rest_steps, options.objectives[0], options.bf16)
+            mask = _on_main(lambda: found)
+        masks[own] = mask
         model.sparse_attention.set_mask(mask, search=fields.get("search"))
         seconds["rest"] = time.perf_counter() - begin
     begin = time.perf_counter()
     compared = {"dense": build_pattern("dense", 1, config.num_attention_heads)} | masks
     report = _compare(model, compared, source, teacher, mlm_tokenizer, options.seed)
     seconds["report"] = time.perf_counter() - begin
-    if options.recover and teacher is not None:
-        seconds["recover"] = _recover(run, model, teacher, options, source, learned)
+    if recovery is not None and teacher is not None:
+        seconds["recover"] = _recover(recovery, model, teacher, options, source, learned)
         recovered = RECOVERED.format(own_mask(options.mask))
         report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
         masks[recovered] = mask
@@ -273,6 +278,17 @@ def _compare(
     return report
 
 
+def _recovery(run: TrainingRun, options: PostHocArguments, learned: LearnedMask | None) -> TrainingRun:
+    """The run of a recovery. After a search, its checkpoints lie in the last one of that, with which others resume."""
+    if learned is None or not options.sizes[0]:
+        return run
+    training = copy.copy(run.training)
+    training.output_dir = str(run.folder / f"checkpoint-{options.sizes[0]}" / "recovery")
+    found = newest_whole(training.output_dir, options.allow_partial_resume, interrupted=True)
+    training.resume_from_checkpoint = found and str(found)
+    return dataclasses.replace(run, training=training)
+
+
 def _recover(
     run: TrainingRun,
     model: Any,
@@ -285,14 +301,7 @@ def _recover(
     Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it. Returns
     the seconds it took.
     """
-    masks, searched = None, run.folder / f"checkpoint-{options.sizes[0]}"
-    if learned is not None and options.sizes[0]:
-        # Its checkpoints lie in the last one of the search, with which a resumed run begins.
-        training = copy.copy(run.training)
-        training.output_dir = str(searched / "recovery")
-        found = newest_whole(training.output_dir, options.allow_partial_resume, interrupted=True)
-        training.resume_from_checkpoint = found and str(found)
-        run = dataclasses.replace(run, training=training)
+    masks = None
     if options.recover_from is not None and learned is not None:
         masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
     return recover(
