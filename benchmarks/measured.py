@@ -14,7 +14,7 @@ import re
 import sys
 from statistics import fmean
 
-from sparsebert.analysis.reporting.reports import GIVEN
+from sparsebert.analysis.reporting.reports import GIVEN, RECOVERED, own_mask
 from sparsebert.analysis.tables import Table
 from sparsebert.masks.shipped import SHIPPED
 from studies import claims
@@ -93,6 +93,18 @@ def questions():
             row |= {"F1": f"{100 * numbers['score']:.1f}", "cosine": f"{numbers['cosine']:.3f}"}
             rows[shown, length] = row
     return [Table.of("SQuAD", list(rows.values()))]
+
+
+def recovery_rates():
+    """What the learning rate of the recovery matters to MPNet: from the `metrics.json` of runs through one mask."""
+    rows = []
+    for found in (_read(rate, RESULTS / "recovery_rates") for rate in ("1e-4", "3e-5", "2e-5", "1e-5")):
+        before, after = (found["agreement"][name.format(own_mask(found["mask"]))] for name in ("{}", RECOVERED))
+        row = {"learning rate": f"{found['recover_learning_rate']:.0e}".replace("e-0", "e-")}
+        row |= {"cosine before recovery": f"{before['cosine']:.4f}", "cosine after": f"{after['cosine']:.4f}"}
+        row |= {"5 % quantile": f"{after['cosine_5']:.4f}", "error, last layer": f"{after['layer_error'][-1]:.2f}"}
+        rows.append(row)
+    return [Table.of("MPNet", rows)]
 
 
 def shipped():
@@ -209,6 +221,7 @@ TABLES = {
     },
     "trained_rests": trained_rests,
     "questions": questions,
+    "recovery_rates": recovery_rates,
     "shipped": shipped,
     "claims": lambda: [claims.table()],
     "front_page": front_page,

@@ -106,7 +106,8 @@ class PostHocArguments(CheckedFields, HubArguments):
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         rest_steps (`int`): Number of steps that train the bias of the rest; with 0, it is only calibrated.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
-        recover_learning_rate (`float`): Learning rate of these steps.
+        recover_learning_rate (`float`, *optional*): Learning rate of these steps; by default 1e-4, for models with a
+            hidden size of 768 or more 2e-5.
         objective (`str`, *optional*): What the search and the training of the rest compare between the masked and the
             dense model, a key of `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
         recover_objective (`str`, *optional*): What the recovery compares; by default `"answers"` with `task` or if
@@ -149,7 +150,7 @@ class PostHocArguments(CheckedFields, HubArguments):
     train: str | None = validated_field(one_of(("norms",)), default=None)
     rest_steps: int = validated_field(number(0), default=40)
     recover: int = validated_field(number(0), default=0)
-    recover_learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=1e-4)
+    recover_learning_rate: float | None = validated_field(number(0, 1e6, (int, float)), default=None)
     objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
     recover_objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
     recover_from: float | None = None
@@ -263,11 +264,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if options.mask is None:
         search = given.get("search", FIELDS["search"])
         check_choice("search", search, tuple(SEARCHES))
-        fields = FIELDS | given
-        if not SEARCHES[search].stochastic:
-            fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
-        elif not fields["hard"]:
-            fields = FIELDS | SOFT_FIELDS | given
+        stochastic = SEARCHES[search].stochastic
+        fields = FIELDS | ({} if stochastic else {"hard": False}) | given
+        if not (stochastic and fields["hard"]):
+            fields = SOFT_FIELDS | fields
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")

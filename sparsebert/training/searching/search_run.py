@@ -75,6 +75,8 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # First of all: without such arguments, accelerate does not see the processes of torchrun on a CPU.
     _check_processes(TrainingArguments(**training), options.sizes[1])
     config, fields = check_arguments(options, recipe["model"])
+    if options.recover and options.recover_learning_rate is None:
+        options = dataclasses.replace(options, recover_learning_rate=_recovery_rate(config))
     with training_run(training, options) as run:
         metrics = _search(run, options, config, fields)
         for path in run.folder.iterdir() if PartialState().is_main_process else ():
@@ -92,6 +94,13 @@ def _check_processes(training: TrainingArguments, batch_size: int) -> None:
         )
     if batch_size % training.world_size:
         raise ValueError(f"batch_size must be a multiple of the {training.world_size} processes, got {batch_size}")
+
+
+def _recovery_rate(config: "PreTrainedConfig") -> float:
+    """The learning rate of a recovery: wider models need a lower one."""
+    rate = 1e-4 if config.hidden_size < 768 else 2e-5
+    logger.warning_once(f"recover_learning_rate: {rate:g}, by the hidden size of the model, {config.hidden_size}")
+    return rate
 
 
 def _on_main(compute: Callable[[], _Found]) -> _Found:
@@ -203,6 +212,7 @@ def _search(
             "steps": options.sizes[0] if options.mask is None else None,
             "rest_steps": options.rest_steps if mask.rest != "none" else None,
             "recover": options.recover,
+            "recover_learning_rate": options.recover_learning_rate,
             "objectives": list(options.objectives),
             "bf16": options.bf16,
             "search_outcome": outcome,
@@ -301,6 +311,7 @@ def _recover(
     Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it. Returns
     the seconds it took.
     """
+    assert options.recover_learning_rate is not None  # see `search_post_hoc`
     masks = None
     if options.recover_from is not None and learned is not None:
         masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
