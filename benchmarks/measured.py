@@ -123,7 +123,7 @@ def shipped():
 def trained_rests():
     """What training the bias of the rest gains over calibrating it, for masks with the same seeds."""
     pairs = {}
-    for model, folders in (("MiniLM", ("trained_rest", "rest")), ("MPNet", ("mpnet_trained_rest", "mpnet"))):
+    for model, folders in (("MiniLM", ("trained_rest", "rest")), ("MPNet", ("mpnet_trained_rest", "mpnet_calibrated"))):
         trained, calibrated = (_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders)
         for name in sorted(trained.keys() & calibrated.keys()):
             settings = trained[name]["settings"]
@@ -214,7 +214,10 @@ TABLES = {
         for name in ("minilm", "minilm_settings", "minilm_task_masks", "minilm_tasks", "sentences")
     },
     "reproduce.minilm.rest.paper": lambda: reproduced("minilm", REPRODUCED / "rest", scale="paper"),
-    "reproduce.minilm.mpnet": lambda: reproduced("minilm", REPRODUCED / "mpnet"),
+    **{
+        f"reproduce.minilm.{folder}": lambda folder=folder: reproduced("minilm", REPRODUCED / folder)
+        for folder in ("mpnet", "mpnet_calibrated")
+    },
     **{
         f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
         for name in ("sparsebert_table3", "sparsebert_figure7")
