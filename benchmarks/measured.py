@@ -96,15 +96,17 @@ def questions():
 
 
 def recovery_rates():
-    """What the learning rate of the recovery matters to MPNet: from the `metrics.json` of runs through one mask."""
+    """What the learning rate of the recovery matters: from the `metrics.json` of runs, each row of one mask."""
     rows = []
-    for found in (_read(rate, RESULTS / "recovery_rates") for rate in ("1e-4", "3e-5", "2e-5", "1e-5")):
+    for path in (RESULTS / "recovery_rates").glob("*.json"):
+        found = _read(path.stem, path.parent)
         before, after = (found["agreement"][name.format(own_mask(found["mask"]))] for name in ("{}", RECOVERED))
-        row = {"learning rate": f"{found['recover_learning_rate']:.0e}".replace("e-0", "e-")}
+        row = {"model": "MPNet" if "mpnet" in path.stem else "MiniLM", "tokens": str(found["plan"]["length"])}
+        row |= {"learning rate": f"{found['recover_learning_rate']:.0e}".replace("e-0", "e-")}
         row |= {"cosine before recovery": f"{before['cosine']:.4f}", "cosine after": f"{after['cosine']:.4f}"}
         row |= {"5 % quantile": f"{after['cosine_5']:.4f}", "error, last layer": f"{after['layer_error'][-1]:.2f}"}
-        rows.append(row)
-    return [Table.of("MPNet", rows)]
+        rows.append((row["model"], int(row["tokens"]), -found["recover_learning_rate"], row))
+    return [Table.of("Rates", [row for *_, row in sorted(rows, key=lambda found: found[:3])])]
 
 
 def shipped():
@@ -123,7 +125,10 @@ def shipped():
 def trained_rests():
     """What training the bias of the rest gains over calibrating it, for masks with the same seeds."""
     pairs = {}
-    for model, folders in (("MiniLM", ("trained_rest", "rest")), ("MPNet", ("mpnet_trained_rest", "mpnet_calibrated"))):
+    for model, folders in (
+        ("MiniLM", ("trained_rest", "rest")),
+        ("MPNet", ("mpnet_trained_rest", "mpnet_calibrated")),
+    ):
         trained, calibrated = (_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders)
         for name in sorted(trained.keys() & calibrated.keys()):
             settings = trained[name]["settings"]
