@@ -179,8 +179,12 @@ for folder in sorted((root / "served").iterdir()):
     if folder.name == "AutoModelForCausalLM":
         report["generated"] = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False).tolist()
     if folder.name == "offsets_rest":
+        dtypes = set()
+        model.base_model.encoder.layer[0].attention.self.query.register_forward_hook(
+            lambda module, args, output: dtypes.add(str(output.dtype))
+        )
         with torch.autocast("cpu", torch.float16):
-            report["autocast"] = error_of(model, folder)
+            report["autocast"] = error_of(model, folder), *dtypes
     if folder.name.startswith("empty_rows"):
         half = torch.float16, torch.bfloat16
         report[f"{folder.name} halves"] = [error_of(model.to(dtype), folder) for dtype in half]
@@ -241,7 +245,8 @@ def test_every_form_and_head_equals_the_package(client, folders):
     for name in ("empty_rows", "empty_rows_and_mask_of_the_caller"):
         halves = report[f"{name} halves"]
         assert halves[0] <= 0.1 and halves[1] <= 0.3, (name, halves)
-    assert report["autocast"] <= 0.1, report["autocast"]
+    error, *dtypes = report["autocast"]
+    assert error <= 0.1 and dtypes == ["torch.float16"], report["autocast"]
     assert report["pushed"] and report["secret"]
     assert report["AutoModelForMaskedLM again"] == report["attached again"] == TINY["num_hidden_layers"] + 1
     assert report["fields"] == ["sparsebert", LENGTH, True] and report["changed"] == [1, 30, 32]

@@ -102,10 +102,10 @@ class FrozenSelfAttention(BertSelfAttention):
         live = live & cut
         if rest is not None:
             real, others, bias = rest
-            states = (
+            states = [
                 layer(hidden_states).unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2).float()
                 for layer in (self.query, self.key, self.value)
-            )  # (B, H, n, d)
+            ]  # (B, H, n, d)
             with torch.autocast(hidden_states.device.type, enabled=False):
                 bias = bias[self.mask_layer % len(bias)]
                 output, weights = self.attend_with_rest(*states, live, real, others, bias)
