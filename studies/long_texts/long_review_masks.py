@@ -51,6 +51,7 @@ class LongReviewMasks:
         steps (`int`): Steps of the search.
         batch_size (`int`): Texts per step of the fine-tuning, the search and the recovery.
         recover (`int`): Steps that adapt the weights to a mask.
+        recover_learning_rate (`float`): Learning rate of these steps.
         controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast), and classify with weights in bfloat16.
     """
@@ -72,6 +73,7 @@ class LongReviewMasks:
     steps: int = 100
     batch_size: int = 8
     recover: int = 150
+    recover_learning_rate: float = 1e-4
     controls: list[str] = field(default_factory=lambda: ["window"])
     bf16: bool = False
 
@@ -122,7 +124,8 @@ def _run(cell, folder):
     for name in (LEARNED, *cell["controls"]):
         system = f"{name}{_SUFFIX}"
         systems[system] = folder / system
-        own = {"recover": cell["recover"], "recover_objective": "answers", "output_dir": str(systems[system])}
+        own = {name: cell[name] for name in ("recover", "recover_learning_rate")}
+        own |= {"recover_objective": "answers", "output_dir": str(systems[system])}
         mask, model = (str(systems[LEARNED]), {}) if name == LEARNED else (name, target)
         adapted = search_post_hoc({"data": data | own | {"mask": mask}, "model": model})
         metrics[f"seconds_{system}"] = adapted["seconds"]["recover"]

@@ -85,7 +85,7 @@ class MiniLMStudy:
     max_tokens: int = 2_000_000
     max_validation_tokens: int = 32_768
     learning_rate: float = 0.05
-    recover_learning_rate: float | None = None
+    recover_learning_rate: float = 1e-4
     objective: str = "pooled"
     recover_objective: str = "pooled"
     recover_from: float | None = None

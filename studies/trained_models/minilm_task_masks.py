@@ -42,6 +42,7 @@ class MiniLMTaskMasks:
         sparsity (`float`): Fraction of the attention to remove at `max_length`.
         steps, batch_size: See [`PostHocArguments`]; they concern the search.
         recover (`int`): Steps that adapt the weights to a mask, on the same inputs; 0 leaves them as they are.
+        recover_learning_rate (`float`): Learning rate of these steps.
         controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
         patterns (`bool`): Score manual masks without adapted weights too.
@@ -64,6 +65,7 @@ class MiniLMTaskMasks:
     steps: int = 300
     batch_size: int = 32
     recover: int = 300
+    recover_learning_rate: float = 1e-4
     controls: list[str] = field(default_factory=lambda: ["window"])
     bf16: bool = False
     patterns: bool = True
@@ -76,6 +78,8 @@ def _cells(settings):
     common = common_settings(settings, "tasks")
     if common["rest"] == "none":
         del common["rest_steps"]
+    if not common["recover"]:
+        del common["recover_learning_rate"]
     return seeded({task: common | {"task": task} for task in settings.tasks}, settings.seeds)
 
 
@@ -94,8 +98,9 @@ def _run(cell, folder):
     is saved to the folder `masked`.
     """
     trained = finetuned_cell(cell, folder)
-    names = ("task", "data", "max_length", "batch_size", "rest_steps", "recover", "bf16", "seed")
-    data = {name: cell[name] for name in names if name in cell}
+    names = ("task", "data", "max_length", "batch_size", "bf16", "seed")
+    adapting = ("rest_steps", "recover", "recover_learning_rate")
+    data = {name: cell[name] for name in (*names, *adapting) if name in cell}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
     target = {"target_sparsity": cell["sparsity"], "rest": cell["rest"]}
     form = paper_form(cell["search"]) if cell["symmetric"] else {"search": cell["search"]}

@@ -106,8 +106,7 @@ class PostHocArguments(CheckedFields, HubArguments):
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         rest_steps (`int`): Number of steps that train the bias of the rest; with 0, it is only calibrated.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
-        recover_learning_rate (`float`, *optional*): Learning rate of these steps; by default 1e-4, for models with a
-            hidden size of 768 or more 2e-5.
+        recover_learning_rate (`float`): Learning rate of these steps.
         objective (`str`, *optional*): What the search and the training of the rest compare between the masked and the
             dense model, a key of `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
         recover_objective (`str`, *optional*): What the recovery compares; by default `"answers"` with `task` or if
@@ -150,7 +149,7 @@ class PostHocArguments(CheckedFields, HubArguments):
     train: str | None = validated_field(one_of(("norms",)), default=None)
     rest_steps: int = validated_field(number(0), default=40)
     recover: int = validated_field(number(0), default=0)
-    recover_learning_rate: float | None = validated_field(number(0, 1e6, (int, float)), default=None)
+    recover_learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=3e-5)
     objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
     recover_objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
     recover_from: float | None = None

@@ -75,8 +75,6 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     # First of all: without such arguments, accelerate does not see the processes of torchrun on a CPU.
     _check_processes(TrainingArguments(**training), options.sizes[1])
     config, fields = check_arguments(options, recipe["model"])
-    if options.recover and options.recover_learning_rate is None:
-        options = dataclasses.replace(options, recover_learning_rate=_recovery_rate(config))
     with training_run(training, options) as run:
         metrics = _search(run, options, config, fields)
         for path in run.folder.iterdir() if PartialState().is_main_process else ():
@@ -94,13 +92,6 @@ def _check_processes(training: TrainingArguments, batch_size: int) -> None:
         )
     if batch_size % training.world_size:
         raise ValueError(f"batch_size must be a multiple of the {training.world_size} processes, got {batch_size}")
-
-
-def _recovery_rate(config: "PreTrainedConfig") -> float:
-    """The learning rate of a recovery: wider models need a lower one."""
-    rate = 1e-4 if config.hidden_size < 768 else 2e-5
-    logger.warning_once(f"recover_learning_rate: {rate:g}, by the hidden size of the model, {config.hidden_size}")
-    return rate
 
 
 def _on_main(compute: Callable[[], _Found]) -> _Found:
@@ -311,7 +302,6 @@ def _recover(
     Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it. Returns
     the seconds it took.
     """
-    assert options.recover_learning_rate is not None  # see `search_post_hoc`
     masks = None
     if options.recover_from is not None and learned is not None:
         masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
