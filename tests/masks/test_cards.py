@@ -21,6 +21,7 @@ from sparsebert.commands import main
 from sparsebert.masks.expansion import SPECIAL_TOKENS
 from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_cards import bridges, collection_card, own_card, save_card, unbridged_distances
+from sparsebert.training.runs.run_cards import add_finetuning, add_pretraining
 from sparsebert.training.runs.run_folders import run_folder
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -236,8 +237,6 @@ def test_finetuning(finetuned):
 
 
 def test_data_of_the_hub_is_named(tmp_path, finetuned):
-    from sparsebert.training.runs.run_cards import add_finetuning
-
     run = finetuned / "seed-42"
     sparsebert.load(run).save_pretrained(tmp_path)
     assert card_of(tmp_path).data.eval_results is None  # the results were those of the run
@@ -263,6 +262,15 @@ def test_pretraining_and_a_readme_of_the_user(tmp_path, pretraining_flags):
     assert results["Loss of masked tokens"] == pytest.approx(metrics["mlm_loss"], rel=1e-3)
     assert "![" in card.text and "(heads.png)" in card.text and (output / "heads.png").is_file()
     assert metrics["hardware"] in card.text and f"{metrics['sparsity']:.1%}" in card.text
+    model = sparsebert.load(output)
+    for text in ("hub:owner/name:part", ["hub:owner/name:part", "hub:owner/name:other", "FILE"]):
+        model.save_pretrained(tmp_path / "saved")
+        add_pretraining(tmp_path / "saved", metrics, model, text)
+        data = card_of(tmp_path / "saved").data
+        assert {(result.dataset_type, result.dataset_config) for result in data.eval_results} == {
+            ("owner/name", "part")
+        }
+        assert data.datasets == ["owner/name"]
     (output / "README.md").write_text("# Mine\n")
     assert main([*flags, "--overwrite"]) == 0
     assert (output / "README.md").read_text() == "# Mine\n"

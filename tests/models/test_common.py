@@ -193,12 +193,6 @@ def test_forward_of_derived_classes(tiny_config):
     assert model.eval()(IDS, CLASSES)[0] < 100
 
 
-def test_a_layer_alone_says_what_is_missing(make):
-    model = make("ForMaskedLM", "frozen")
-    with pytest.raises(RuntimeError, match="called without its base model"):
-        model.bert.encoder(torch.zeros(1, LENGTH, 32))
-
-
 @pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
 @every_state
 def test_whole_models_in_files(make, assert_same_model, state, attached, tmp_path):

@@ -16,6 +16,7 @@ from ...analysis.plans import plan
 from ...analysis.reporting.reports import RECOVERED, own_mask, report_tables
 from ...analysis.tables import Table
 from ...attention.model_masks import sparse_attention_of
+from ...data.documents import hub_source
 from ...data.tasks import TASKS, Task, glue, squad, swag
 from ...files import PICTURE_NAME, PROBS_PICTURES
 from ...masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
@@ -106,15 +107,22 @@ def _evaluation(task_type: str, dataset: tuple, split: str, metric: tuple[str, s
     )
 
 
-def _hub_datasets(sources: Iterable[Any]) -> list[str]:
-    """Those of the sources of text that are data sets of the Hub."""
-    return [source.removeprefix("hub:") for source in sources if isinstance(source, str) and source.startswith("hub:")]
+def _hub_datasets(sources: Iterable[Any]) -> list[tuple[str, str | None]]:
+    """Id and configuration of those of the sources of text that are data sets of the Hub."""
+    found = [hub_source(source) for source in sources if isinstance(source, str) and source.startswith("hub:")]
+    return [(name, config[0] if config else None) for name, config in found]
+
+
+def _of_text(text: str | list | None) -> tuple[list[str], tuple]:
+    """Data sets, and the data set of a result, as the Hub names them."""
+    named = _hub_datasets(text if isinstance(text, list) else [text])
+    datasets = list(dict.fromkeys(name for name, _ in named))
+    return datasets, (named[0][0], *named[0]) if named else ("text", "held-out text", None)
 
 
 def add_pretraining(folder: Path, metrics: dict[str, Any], network: Any, text: str | list) -> None:
     """Add the results of a pre-training to its card."""
-    datasets = _hub_datasets(text if isinstance(text, list) else [text])
-    dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
+    datasets, dataset = _of_text(text)
     task = "text-generation" if metrics.get("perplexity") is not None else "fill-mask"
     results = [
         _evaluation(task, dataset, "validation", metric, metrics[name])
@@ -134,8 +142,7 @@ def add_search(
     names = {"cosine": ("cosine_similarity", "Cosine to the dense model's mean hidden states")}
     names |= {"mlm_loss": ("loss", "Loss of masked tokens")}
     if metrics["task"] is None:
-        datasets = _hub_datasets(data if isinstance(data, list) else [data])
-        dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
+        datasets, dataset = _of_text(data)
     else:
         task = TASKS[metrics["task"]]
         datasets, dataset, task_type = _of_task(task, data)
@@ -153,8 +160,7 @@ def _of_task(task: Task, data: Any) -> tuple[list[str], tuple, str]:
     """Data sets, the data set of a result, and the type of task, as the Hub names them."""
     hub, config = _DATA.get(task.name, (None, None)) if data is None else (None, None)
     if named := _hub_datasets([data]):
-        hub, _, config = named[0].partition(":")
-        config = config or None
+        hub, config = named[0]
     task_type = next((tag for end, tag in PIPELINE_TAGS.items() if task.head.endswith(end)), "other")
     return [hub] if hub else [], (hub or task.name, task.name, config), task_type
 
