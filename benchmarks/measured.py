@@ -61,7 +61,7 @@ def front_page():
     on_xeon, with_amx = (
         {row["n"]: row["best against best"] for row in found["ratios"].as_json()["rows"]} for found in others
     )
-    plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "trained_rest"))
+    plain, rested = (_read("minilm_tiny", folder)["cells"] for folder in (REPRODUCED, REPRODUCED / "lower_rate"))
     columns = (
         ("cosine", rested, "cosine_before"),
         ("after recovery", rested, "cosine"),
@@ -101,10 +101,12 @@ def recovery_rates():
     for path in (RESULTS / "recovery_rates").glob("*.json"):
         found = _read(path.stem, path.parent)
         before, after = (found["agreement"][name.format(own_mask(found["mask"]))] for name in ("{}", RECOVERED))
-        row = {"model": "MPNet" if "mpnet" in path.stem else "MiniLM", "tokens": str(found["plan"]["length"])}
+        model = {"mpnet": "MPNet", "stsb": "MiniLM, task STS-B"}.get(path.stem.partition("_")[0], "MiniLM")
+        row = {"model": model, "tokens": str(found["plan"]["length"])}
         row |= {"learning rate": f"{found['recover_learning_rate']:.0e}".replace("e-0", "e-")}
         row |= {"cosine before recovery": f"{before['cosine']:.4f}", "cosine after": f"{after['cosine']:.4f}"}
         row |= {"5 % quantile": f"{after['cosine_5']:.4f}", "error, last layer": f"{after['layer_error'][-1]:.2f}"}
+        row |= {"score": f"{100 * after['score']:.1f}"} if "score" in after else {}
         rows.append((row["model"], int(row["tokens"]), -found["recover_learning_rate"], row))
     return [Table.of("Rates", [row for *_, row in sorted(rows, key=lambda found: found[:3])])]
 
@@ -122,29 +124,38 @@ def shipped():
     return [Table.of("Masks", rows)]
 
 
-def trained_rests():
-    """What training the bias of the rest gains over calibrating it, for masks with the same seeds."""
+def _paired_studies(title, studies, names, measures):
+    """Cells of two studies with other settings, by the seeds that both have: `studies` has their folders by model."""
     pairs = {}
-    for model, folders in (
-        ("MiniLM", ("trained_rest", "rest")),
-        ("MPNet", ("mpnet_trained_rest", "mpnet_calibrated")),
-    ):
-        trained, calibrated = (_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders)
-        for name in sorted(trained.keys() & calibrated.keys()):
-            settings = trained[name]["settings"]
-            for when, metric in (("before", "cosine_before"), ("after", "cosine")):
-                key = (model, settings["length"], settings["mask"], when)
-                found = pairs.setdefault(key, ({}, {}))
-                for values, cells in zip(found, (trained, calibrated), strict=True):
-                    values[settings["seed"]] = cells[name]["metrics"][metric]
+    for model, folders in studies.items():
+        both = [_read("minilm_tiny", REPRODUCED / folder)["cells"] for folder in folders]
+        for cell in sorted(both[0].keys() & both[1].keys()):
+            settings = both[0][cell]["settings"]
+            for measure, metric in measures.items():
+                found = pairs.setdefault((model, settings["length"], settings["mask"], measure), ({}, {}))
+                for values, cells in zip(found, both, strict=True):
+                    values[settings["seed"]] = cells[cell]["metrics"][metric]
     compared, rows = compare_seeds(pairs, 4), []
     for key, both in sorted(pairs.items(), key=lambda pair: pair[0][:3]):
-        row = dict(zip(("model", "tokens", "mask", "recovery"), map(str, key), strict=True))
-        row["trained"], row["calibrated"] = (mean_text(values.values(), 4) for values in both)
+        row = dict(zip(("model", "tokens", "mask", "measure"), map(str, key), strict=True))
+        row |= {name: mean_text(values.values(), 4) for name, values in zip(names, both, strict=True)}
         row["seeds"] = str(len(both[0]))
         row["difference"], row["p (Holm)"] = compared.get(key, ("", ""))
         rows.append(row)
-    return [Table.of("The bias of the rest", rows)]
+    return [Table.of(title, rows)]
+
+
+def trained_rests():
+    """What training the bias of the rest gains over calibrating it."""
+    studies = {"MiniLM": ("trained_rest", "rest"), "MPNet": ("mpnet_trained_rest", "mpnet_calibrated")}
+    measures = {"cosine before recovery": "cosine_before", "cosine after": "cosine"}
+    return _paired_studies("The bias of the rest", studies, ("trained", "calibrated"), measures)
+
+
+def lower_rate():
+    """What a lower learning rate of the recovery gains."""
+    studies = {"MiniLM": ("lower_rate", "trained_rest")}
+    return _paired_studies("Rates", studies, ("3e-5", "1e-4"), {"cosine": "cosine", "STS-B": "spearman"})
 
 
 # Functions that return a list of [`Table`].
@@ -228,6 +239,7 @@ TABLES = {
         for name in ("sparsebert_table3", "sparsebert_figure7")
     },
     "trained_rests": trained_rests,
+    "lower_rate": lower_rate,
     "questions": questions,
     "recovery_rates": recovery_rates,
     "shipped": shipped,
