@@ -34,7 +34,7 @@ demo_minilm:
 	@echo "2/6 Recovery: adapt the weights to the mask, in ten steps"
 	$(VENV)/bin/sparsebert search --model $(MINILM) --mask runs/demo/minilm --data builtin --max_length 512 \
 		--max_tokens 200000 --max_validation_tokens 2048 --batch_size 4 --shortest null --rest_steps 10 --recover 10 \
-		--recover_learning_rate 1e-4 --patterns false --timed false --overwrite true --output_dir runs/demo/recovered
+		--patterns false --timed false --overwrite true --output_dir runs/demo/recovered
 	@echo "3/6 Length: make the model read 1024 tokens through this mask"
 	$(VENV)/bin/sparsebert lengthen runs/demo/recovered --length 1024 --overwrite true --output_dir runs/demo/long
 	@echo "4/6 Engine: move it to OpenVINO"
