@@ -231,6 +231,10 @@ TABLES = {
     },
     "reproduce.minilm.rest.paper": lambda: reproduced("minilm", REPRODUCED / "rest", scale="paper"),
     **{
+        f"reproduce.{name}.mpnet": lambda name=name: reproduced(name, REPRODUCED / "mpnet")
+        for name in ("document_embeddings",)
+    },
+    **{
         f"reproduce.minilm.{folder}": lambda folder=folder: reproduced("minilm", REPRODUCED / folder)
         for folder in ("mpnet", "mpnet_calibrated")
     },
