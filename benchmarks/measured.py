@@ -232,7 +232,7 @@ TABLES = {
     "reproduce.minilm.rest.paper": lambda: reproduced("minilm", REPRODUCED / "rest", scale="paper"),
     **{
         f"reproduce.{name}.mpnet": lambda name=name: reproduced(name, REPRODUCED / "mpnet")
-        for name in ("document_embeddings",)
+        for name in ("document_embeddings", "review_embeddings")
     },
     **{
         f"reproduce.minilm.{folder}": lambda folder=folder: reproduced("minilm", REPRODUCED / folder)
