@@ -90,6 +90,26 @@ def test_what_the_results_say_of_reviews():
         assert said in text, (ours, theirs)
 
 
+def test_what_the_results_say_of_long_texts_at_base_size():
+    text = _words("docs/results.md")
+    documents, reviews = (
+        {name: cell["metrics"] for name, cell in _cells(REPRODUCED / f"mpnet/{study}_embeddings_tiny.json").items()}
+        for study in ("document", "review")
+    )
+    whole, split = (f"mpnet_dam_s_512_long_{way}_1024_bfloat16" for way in ("whole", "split"))
+    milliseconds = {name: metrics["cpu_ms"] for name, metrics in documents.items()}
+    assert milliseconds[whole] < milliseconds["dense_truncated_512_bfloat16"]
+    more = [milliseconds[f"dense_{way}_1024_bfloat16"] / milliseconds[whole] for way in ("whole", "split")]
+    assert "takes {:.1f} times as long on whole texts and {:.1f} times on split ones".format(*more) in text
+    dense, others = reviews["dense_truncated_512_bfloat16"], reviews["dense_split_1024_bfloat16"]
+    assert f"which take {dense['cpu_ms'] / reviews[split]['cpu_ms']:.0%}".replace("%", " %") in text
+    assert f"which takes {others['cpu_ms'] / reviews[split]['cpu_ms']:.1f} times the time" in text
+    assert 5 * paired_difference(reviews[split]["scores"], dense["scores"])["p"] < 0.001 and "(P < 0.001)" in text
+    cells = _cells(REPRODUCED / "mpnet/minilm_tiny.json")
+    close = [cells[f"dam_s_{length}_0.9_seed_0"]["metrics"]["cosine"] for length in (128, 512)]
+    assert "it is {:.3f} and {:.3f} (one seed)".format(*close) in text
+
+
 def test_what_the_results_say_of_one_stage_and_dense_attention():
     stages, dense = (_cells(REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json") for name in ("figure7", "table3"))
     seeds = (1, 2, 3)

@@ -263,13 +263,12 @@ def test_pretraining_and_a_readme_of_the_user(tmp_path, pretraining_flags):
     assert "![" in card.text and "(heads.png)" in card.text and (output / "heads.png").is_file()
     assert metrics["hardware"] in card.text and f"{metrics['sparsity']:.1%}" in card.text
     model = sparsebert.load(output)
-    for text in ("hub:owner/name:part", ["hub:owner/name:part", "hub:owner/name:other", "FILE"]):
+    texts = [("hub:owner/name:", None), (["hub:owner/name:part", "hub:owner/name:other", "FILE"], "part")]
+    for text, part in texts:
         model.save_pretrained(tmp_path / "saved")
         add_pretraining(tmp_path / "saved", metrics, model, text)
         data = card_of(tmp_path / "saved").data
-        assert {(result.dataset_type, result.dataset_config) for result in data.eval_results} == {
-            ("owner/name", "part")
-        }
+        assert {(result.dataset_type, result.dataset_config) for result in data.eval_results} == {("owner/name", part)}
         assert data.datasets == ["owner/name"]
     (output / "README.md").write_text("# Mine\n")
     assert main([*flags, "--overwrite"]) == 0

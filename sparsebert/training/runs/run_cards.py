@@ -110,7 +110,7 @@ def _evaluation(task_type: str, dataset: tuple, split: str, metric: tuple[str, s
 def _hub_datasets(sources: Iterable[Any]) -> list[tuple[str, str | None]]:
     """Id and configuration of those of the sources of text that are data sets of the Hub."""
     found = [hub_source(source) for source in sources if isinstance(source, str) and source.startswith("hub:")]
-    return [(name, config[0] if config else None) for name, config in found]
+    return [(name, "".join(config) or None) for name, config in found]
 
 
 def _of_text(text: str | list | None) -> tuple[list[str], tuple]:
