@@ -1,10 +1,10 @@
-"""Compiles the CPU operator where there is a C++ compiler; everything else about the package is in setup.cfg."""
+"""Lists the packages and compiles the CPU operator where there is a C++ compiler; all else is in setup.cfg."""
 
 import runpy
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
@@ -57,6 +57,7 @@ except compilation["CompilationError"] as error:
     )
 
 setup(
+    packages=[*find_packages(include=["sparsebert", "sparsebert.*"]), "sparsebert.recipes"],
     ext_modules=extensions,
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     options={"build_ext": {"parallel": True}},

@@ -13,41 +13,50 @@ from .version import __version__
 
 
 if TYPE_CHECKING:
-    from .analysis.plans import Plan, plan
-    from .attention.dot_product import sparse_dot_product_attention
-    from .attention.interface import register_backend
-    from .attention.probability_maps import PROBABILITY_MAPS
-    from .learning.attach_fields import PatternConfig, SearchConfig
-    from .learning.progressive_pruning import ProgressivePruning
-    from .learning.search_schedule import SearchSchedule
-    from .learning.searches import SEARCHES, register_search
-    from .masks.mask_files import MaskFileError
-    from .masks.patterns import PATTERNS, build_pattern, register_pattern
-    from .masks.sparse_mask import SparseMask
-    from .models.architectures import ARCHITECTURES
-    from .models.attaching import attach, detach, sparsity, sparsity_loss
-    from .models.bert.configuration_sparsebert import SparseBertConfig
-    from .models.bert.modeling_sparsebert import (
-        SparseBertForMaskedLM,
-        SparseBertForMultipleChoice,
-        SparseBertForNextSentencePrediction,
-        SparseBertForPreTraining,
-        SparseBertForQuestionAnswering,
-        SparseBertForSequenceClassification,
-        SparseBertForTokenClassification,
-        SparseBertLMHeadModel,
-        SparseBertModel,
-        SparseBertPreTrainedModel,
+    from .analysis.plans import Plan as Plan, plan as plan
+    from .attention.dot_product import sparse_dot_product_attention as sparse_dot_product_attention
+    from .attention.interface import register_backend as register_backend
+    from .attention.probability_maps import PROBABILITY_MAPS as PROBABILITY_MAPS
+    from .learning.attach_fields import PatternConfig as PatternConfig, SearchConfig as SearchConfig
+    from .learning.progressive_pruning import ProgressivePruning as ProgressivePruning
+    from .learning.search_schedule import SearchSchedule as SearchSchedule
+    from .learning.searches import SEARCHES as SEARCHES, register_search as register_search
+    from .masks.mask_files import MaskFileError as MaskFileError
+    from .masks.patterns import (
+        PATTERNS as PATTERNS,
+        build_pattern as build_pattern,
+        register_pattern as register_pattern,
     )
-    from .models.bert.token_mixers import MIXERS
-    from .models.inference.compiling import compile
-    from .models.inference.text_encoders import encode_long
-    from .models.lengthening import extend_positions
-    from .models.loading import load
-    from .models.quantization import quantize
-    from .models.sparse_attention import SparseAttention
-    from .training.searching.rest_bias import calibrate_rest
-    from .training.trainer import SparseBertTrainer
+    from .masks.sparse_mask import SparseMask as SparseMask
+    from .models.architectures import ARCHITECTURES as ARCHITECTURES
+    from .models.attaching import (
+        attach as attach,
+        detach as detach,
+        sparsity as sparsity,
+        sparsity_loss as sparsity_loss,
+    )
+    from .models.bert.configuration_sparsebert import SparseBertConfig as SparseBertConfig
+    from .models.bert.modeling_sparsebert import (
+        SparseBertForMaskedLM as SparseBertForMaskedLM,
+        SparseBertForMultipleChoice as SparseBertForMultipleChoice,
+        SparseBertForNextSentencePrediction as SparseBertForNextSentencePrediction,
+        SparseBertForPreTraining as SparseBertForPreTraining,
+        SparseBertForQuestionAnswering as SparseBertForQuestionAnswering,
+        SparseBertForSequenceClassification as SparseBertForSequenceClassification,
+        SparseBertForTokenClassification as SparseBertForTokenClassification,
+        SparseBertLMHeadModel as SparseBertLMHeadModel,
+        SparseBertModel as SparseBertModel,
+        SparseBertPreTrainedModel as SparseBertPreTrainedModel,
+    )
+    from .models.bert.token_mixers import MIXERS as MIXERS
+    from .models.inference.compiling import compile as compile
+    from .models.inference.text_encoders import encode_long as encode_long
+    from .models.lengthening import extend_positions as extend_positions
+    from .models.loading import load as load
+    from .models.quantization import quantize as quantize
+    from .models.sparse_attention import SparseAttention as SparseAttention
+    from .training.searching.rest_bias import calibrate_rest as calibrate_rest
+    from .training.trainer import SparseBertTrainer as SparseBertTrainer
 
 # Where the public names are, which are imported when they are first used: all need PyTorch, most the models of
 # transformers, and those of `training` also PEFT, datasets and accelerate.
@@ -82,6 +91,7 @@ _HOMES = {
     "training.trainer": "SparseBertTrainer",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = ["__version__", *sorted(_HOME_OF)]
 
 if plugin.wanted():
     plugin.enable_later()
@@ -96,49 +106,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    "ARCHITECTURES",
-    "MIXERS",
-    "PATTERNS",
-    "PROBABILITY_MAPS",
-    "PatternConfig",
-    "Plan",
-    "ProgressivePruning",
-    "SEARCHES",
-    "MaskFileError",
-    "SearchConfig",
-    "SearchSchedule",
-    "SparseAttention",
-    "SparseBertConfig",
-    "SparseBertForMaskedLM",
-    "SparseBertForMultipleChoice",
-    "SparseBertForNextSentencePrediction",
-    "SparseBertForPreTraining",
-    "SparseBertForQuestionAnswering",
-    "SparseBertForSequenceClassification",
-    "SparseBertForTokenClassification",
-    "SparseBertLMHeadModel",
-    "SparseBertModel",
-    "SparseBertPreTrainedModel",
-    "SparseBertTrainer",
-    "SparseMask",
-    "__version__",
-    "attach",
-    "build_pattern",
-    "calibrate_rest",
-    "compile",
-    "detach",
-    "encode_long",
-    "extend_positions",
-    "load",
-    "plan",
-    "quantize",
-    "register_backend",
-    "register_pattern",
-    "register_search",
-    "sparse_dot_product_attention",
-    "sparsity",
-    "sparsity_loss",
-]

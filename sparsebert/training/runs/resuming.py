@@ -16,8 +16,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ...attention.model_masks import sparse_attention_of
 from ...hub import without_secrets
-from ...learning.mask_description import HELD_BY_MASK, RESUMED_FIELDS
-from ...learning.mask_description import MAY_CHANGE as MASK_MAY_CHANGE
+from ...learning.mask_description import HELD_BY_MASK, MAY_CHANGE as MASK_MAY_CHANGE, RESUMED_FIELDS
 from ...learning.progressive_pruning import stored_settings
 from ...learning.search_files import with_meaning
 from ...masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
