@@ -159,18 +159,6 @@ def test_rows_grouped_by_length_go_on_in_the_same_order(text, tmp_path):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_the_search_found_survives_a_kill_after_its_end(text, tmp_path):
-    recipes = {name: recipe_of(text, tmp_path / name, FORMS["target"]) for name in ("killed", "whole")}
-    for recipe in recipes.values():
-        recipe["data"]["search_end"] = 0.3
-    run_and_kill(recipes["killed"], 9, "on_step_end")
-    found = pretrain(resumed(recipes["killed"], tmp_path / "killed"))
-    expected = pretrain(recipes["whole"])
-    assert found["search_outcome"] == expected["search_outcome"] and found["positions"] == expected["positions"]
-    files = [(tmp_path / name / "mask_probs.safetensors").read_bytes() for name in recipes]
-    assert files[0] == files[1]
-
-
 def test_what_the_search_found_goes_to_another_folder(text, tmp_path):
     recipe = recipe_of(text, tmp_path / "first", FORMS["target"], max_steps=6)
     recipe["data"]["search_end"] = 0.3
