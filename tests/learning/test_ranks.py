@@ -15,10 +15,9 @@ from sparsebert.files import UNFINISHED_NAME
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, newest_whole
 
 
-# Two processes train three models: as they should, with logits that one of them changes, and with different masks; and
-# some more with noise of their own or shared, with seeds that are alike, as a Trainer sets them, or not.
+# Two processes train two models: with logits that one of them changes, and with different masks; and some more with
+# noise of their own or shared, with seeds that are alike, as a Trainer sets them, or not.
 CHILD = """
-from hashlib import sha256
 import torch
 from transformers import TrainerCallback, TrainingArguments
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
@@ -34,18 +33,15 @@ rows = [row | {"labels": row["input_ids"]} for row in rows]
 
 class Watch(TrainerCallback):
     def __init__(self, attention, tamper):
-        self.attention, self.tamper, self.logits, self.steps = attention, tamper, [], 0
+        self.attention, self.tamper, self.steps = attention, tamper, 0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps = state.global_step
-        if self.attention.searching:
-            logits = self.attention.mask_logits.data
-            self.logits.append(sha256(logits.numpy().tobytes()).hexdigest())
-            if self.tamper and rank == 1 and state.global_step == 2:
-                logits.neg_()
+        if self.tamper and rank == 1 and state.global_step == 2:
+            self.attention.mask_logits.data.neg_()
 
 
-for name in ("as it should be", "changed logits", "other masks"):
+for name in ("changed logits", "other masks"):
     mask = {"search": "dam_s", "sparsity_weight": 0.01}
     if name == "other masks":
         mask = {"pattern": "random", "pattern_kwargs": {"sparsity": 0.7}, "mask_seed": rank}
@@ -60,7 +56,7 @@ for name in ("as it should be", "changed logits", "other masks"):
     except MaskMismatchError as raised:
         error = str(raised)
     frozen = model.sparse_attention.mask
-    found[name] = {"error": error, "steps": watch.steps, "logits": watch.logits, "world_size": arguments.world_size,
+    found[name] = {"error": error, "steps": watch.steps, "world_size": arguments.world_size,
                    "mask": None if frozen is None else frozen.keep.flatten().tolist()}
 
 for share_noise in (False, True):
@@ -94,18 +90,11 @@ def ranks(tmp_path_factory):
     return run_ranks(CHILD, tmp_path_factory.mktemp("ranks"))
 
 
-def test_logits_are_bit_equal_after_every_step(ranks):
-    first, second = (rank["as it should be"] for rank in ranks)
-    assert first["world_size"] == 2 and first["error"] is second["error"] is None
-    assert first["logits"] == second["logits"] and len(set(first["logits"])) == 3
-    assert first["steps"] == 6 and first["mask"] == second["mask"]
-
-
 def test_different_masks_at_the_end_of_a_search_stop_the_run(ranks):
     first, second = (rank["changed logits"] for rank in ranks)
     assert first["error"] == second["error"]
     assert "rank 1 has SparseMask(" in first["error"] and "; rank 0 has SparseMask(" in first["error"]
-    assert first["steps"] == second["steps"] == 3
+    assert first["steps"] == second["steps"] == 3 and first["world_size"] == 2
 
 
 def test_different_masks_stop_the_run_before_its_first_step(ranks):
