@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from ..attention.model_masks import sparse_attention_of
-from ..hub import check_available, check_path, read_config, read_tokenizer
+from ..hub import check_available, read_config, read_tokenizer
 from ..models.architectures import num_positions
 from ..models.inference.compiled_files import is_compiled
 from ..models.inference.compiling import ENGINES, compile
 from ..models.inference.text_encoders import TextEncoder, encode_long, pooling_of
-from ..models.loading import read_model
+from ..models.loading import check_folder, read_model
 from ..models.model_classes import encoder_class_of
 from ..models.quantization import quantize
 from .statistics import CONFIDENCE
@@ -41,7 +41,7 @@ KINDS, SPLIT = ("dense", "sparse"), "split"
 
 def read_encoder(source: str, length: int, **hub_arguments: Any) -> TextEncoder:
     """A model with or without a mask, or a compiled one, pooled as sentence-transformers does, for so many tokens."""
-    check_path(source)
+    check_folder(source, subfolder=hub_arguments.get("subfolder"))
     check_available(source, "config.json", **hub_arguments)
     config = read_config(source, **hub_arguments)
     pooling = pooling_of(source, **hub_arguments)

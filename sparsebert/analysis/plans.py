@@ -10,6 +10,7 @@ from transformers.utils import CONFIG_NAME
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..attention.choosing.choice import automatic
+from ..attention.model_masks import without_adapters
 from ..checks import check_range
 from ..hub import check_available, check_path
 from ..masks.mask_files import MASK_CONFIG_NAME, MAX_MASK_LENGTH
@@ -93,7 +94,8 @@ def plan(
     How a frozen mask would run: print it, or read its fields.
 
     Args:
-        model_or_mask ([`SparseMask`] or `PreTrainedModel`): A mask, or a model with a frozen mask.
+        model_or_mask ([`SparseMask`], `PreTrainedModel`, `PeftModel` or `SentenceTransformer`): A mask, or a model
+            with a frozen mask.
         length (`int`, *optional*): Number of tokens, n. Defaults to the mask's own length.
         device (`str` or `torch.device`, *optional*): Device to run on. Defaults to the model's, or the CPU for a mask.
         dtype (`torch.dtype`, *optional*): Dtype of query, key and value. Defaults to the model's, or float32 for a
@@ -110,15 +112,15 @@ def plan(
         mask = model_or_mask
         needs = frozenset(["rest"] if mask.rest != "none" else [])
     else:
-        sparse_attention = get_sparse_attention(model_or_mask)
+        model: Any = without_adapters(model_or_mask)
+        sparse_attention = get_sparse_attention(model)
         if sparse_attention.mask is None:
             raise ValueError("plan needs a frozen mask, but this model is still searching: freeze it first")
         mask, causal = sparse_attention.mask, sparse_attention.carrier.is_decoder
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         needs = frozenset(sparse_attention.wanted())
-        base: Any = model_or_mask.base_model
-        fixed = base.config._attn_implementation
-        device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
+        fixed = model.base_model.config._attn_implementation
+        device, dtype = device or model.device, dtype or model.dtype
     length = mask.length if length is None else length
     check_range("length", length, 1, MAX_MASK_LENGTH)
     if not isinstance(dtype, torch.dtype | None):

@@ -123,6 +123,8 @@ def _read_search(source, config, hub_arguments):
         return None
     if config is not None and (config.frozen or not config.search):
         return None
+    if _find(source, CONFIG_NAME, hub_arguments) is None:
+        raise ValueError(f"{source}: its mask is still being searched, without the model: load both, and freeze it")
     check_undamaged(Path(source, hub_arguments.get("subfolder") or ""))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the weights of the model's heads are not read

@@ -15,7 +15,7 @@ from ..hub import HubArguments, read_tokenizer, without_secrets
 from ..models.inference.compiled_files import check_alone, check_not_compiled, write_compiled
 from ..models.inference.compiling import ENGINES, MIN_COSINE, PRECISIONS, compile, engine_module
 from ..models.loading import check_folder, load_any
-from ..models.sentence_files import copy_sentence_files
+from ..models.sentence_files import check_not_a_module, copy_sentence_files
 from ..output_folders import check_free, weights_and_checkpoints, written_whole
 from ._command import Command, Results
 
@@ -79,6 +79,7 @@ def run(values):
     output = Path(options.output_dir)
     check_alone(output, "choose another output_dir", weights_and_checkpoints(output))
     source, hub_arguments = options.model, options.hub_arguments(options.model)
+    check_not_a_module(source, **hub_arguments)
     with written_whole(options.output_dir, options.overwrite) as folder:
         model = load_any(source, **hub_arguments)
         of_text = model.main_input_name == "input_ids"

@@ -15,7 +15,7 @@ from ..learning.searches import SEARCHES
 from ..models.inference.compiled_files import check_not_compiled
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, load_any
-from ..models.sentence_files import IMPORT_FIRST, copy_sentence_files
+from ..models.sentence_files import IMPORT_FIRST, check_not_a_module, copy_sentence_files
 from ..output_folders import check_free, written_whole
 from ._command import Command, Results
 
@@ -60,6 +60,7 @@ def run(values):
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     check_free(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
+    check_not_a_module(source, **hub_arguments)
     if options.length_policy is None:
         model = load_any(source, **hub_arguments)
     elif carries_mask(source, **hub_arguments):

@@ -148,7 +148,12 @@ def _by_layer(tensors, handle):
 @torch.compiler.assume_constant_result
 def _rest_biases(handle, device):
     mask = SparseMask.instances[handle]
-    return remember(mask, ("rest", device), lambda: tuple(mask.rest_biases().to(device))) or (None,)
+
+    def make():
+        return mask.rest_biases().to(device).unbind()
+
+    # `torch.jit.trace` traces twice and compares what it recorded, of which a second call would lack this.
+    return (make() if torch.jit.is_tracing() else remember(mask, ("rest", device), make)) or (None,)
 
 
 def rest_biases(mask: SparseMask, device: torch.device) -> tuple[torch.Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from contextlib import suppress
 from os import PathLike
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from transformers.utils import cached_file
+
+from ..masks.mask_sources import IF_THERE
 
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,32 @@ def sentence_length(folder: str | PathLike) -> int | None:
     settings = [*sorted(folder.glob(_SETTINGS[1])), folder / "tokenizer_config.json"]
     read = [_read(path, dict) or {} for path in settings if path.is_file()]
     return next((one[name] for one in read for name in ("max_seq_length", "model_max_length") if one.get(name)), None)
+
+
+def check_not_a_module(source: str | PathLike, subfolder: str | None = None, **hub_arguments: Any) -> None:
+    """
+    Check that a model is not a module of a sentence-transformers model in a folder of its own, as older versions wrote
+    it: the pooling beside that folder would be lost.
+
+    Raises:
+        ValueError: If `modules.json` in the folder or repository above names it.
+    """
+    root = str(source)
+    if subfolder:
+        above, name = os.path.split(subfolder)
+    elif Path(root).is_dir():
+        root, name = os.path.split(os.path.abspath(root))
+        above = ""
+    else:
+        return
+    path = cached_file(root, _MODULES_NAME, subfolder=above, **hub_arguments, **IF_THERE)
+    modules = _read(Path(path), list) if path else None
+    if any(isinstance(module, dict) and module.get("path") == name for module in modules or ()):
+        whole = os.path.join(root, above) if above else root
+        raise ValueError(
+            f"model {os.path.join(whole, name)} is a module of the sentence-transformers model {whole}, whose pooling "
+            f"would be lost: give the folder that SentenceTransformer({whole!r}).save_pretrained writes"
+        )
 
 
 def _read(path, kind):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..files import CHECKPOINT
 from ..finite_weights import first_bad_weight
 
 
@@ -30,5 +31,7 @@ def diverged(
     if skipped:
         problems.append(f"{skipped} steps in a row overflowed under fp16: use bf16 (--bf16) instead of fp16")
     last = get_last_checkpoint(output_dir) if output_dir is not None and Path(output_dir).is_dir() else None
+    if last is None and output_dir is not None and CHECKPOINT.fullmatch(Path(output_dir).parent.name):
+        last = Path(output_dir).parent  # of the search, in which its recovery keeps its own
     kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
     return FloatingPointError(f"step {step}: {', '.join(problems)}; the training stops before its update: {kept}")

@@ -157,8 +157,10 @@ def test_lengths_beyond_the_mask(make):
         program(**batch(1, MASK_LENGTH + 1, 0, 0))
 
 
-def test_traced_model_serves_other_shapes(make):
+@pytest.mark.parametrize("rest", ["none", "mean"])
+def test_traced_model_serves_other_shapes(make, rest):
     model = make("offsets", attached=True)
+    model.set_mask(model.sparse_attention.mask.replace(rest=rest))
     model.set_attn_implementation("sparse_measure")  # where sizes vary there is nothing to measure
     traced = torch.jit.trace(model, example_kwarg_inputs=batch(*EXAMPLE), strict=False)
     model.set_attn_implementation("sparse_auto")

@@ -38,6 +38,7 @@ from sparsebert import (
     detach,
     extend_positions,
     load,
+    plan,
     plugin,
     sparsity,
 )
@@ -785,6 +786,7 @@ def test_sentences_are_encoded_without_their_padding(sentence_transformers, enco
 def test_sentences_with_an_adapter(sentence_transformers, peft, encoder, tmp_path):
     _, folder = encoder
     sentences = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    assert plan(sentences).length == LENGTH
     sentences.add_adapter(lora(peft))
     mask = build_pattern("window", LENGTH, 4, window_size=2)
     sentences.transformers_model.set_mask(mask)
@@ -792,6 +794,25 @@ def test_sentences_with_an_adapter(sentence_transformers, peft, encoder, tmp_pat
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
     assert again.transformers_model.sparse_attention.mask == mask
     torch.testing.assert_close(*(model.encode(TEXTS, convert_to_tensor=True) for model in (again, sentences)))
+
+
+@pytest.mark.parametrize("verb", ["search", "lengthen", "compile", "compare"])
+def test_a_module_in_a_folder_of_its_own_is_refused(encoder, tmp_path, monkeypatch, capsys, verb):
+    """What lies beside it, such as the pooling, would be lost. Given as a folder, or as a subfolder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(encoder[1], "model/0_Transformer")
+    Path("a.txt").write_text("\n\n".join(TEXTS * 4))
+    Path("model/modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
+    places = ["model/0_Transformer", "model --subfolder 0_Transformer"]
+    words = {"lengthen": "--length 64", "search": "--data a.txt --target_sparsity 0.5", "compile": ""}
+    words["compare"] = f"{encoder[1]} --data a.txt"
+    option = "--model " if verb == "search" else ""
+    output = "" if verb == "compare" else "--output_dir out"
+    for place in places[: 1 if verb == "compare" else 2]:
+        assert main(f"{verb} {option}{place} {words[verb]} {output}".split()) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "0_Transformer is a module of the sentence-transformers model" in said and "save_pretrained" in said
+        assert not Path("out").exists()
 
 
 def test_commands_keep_pooling_and_length(sentence_transformers, word_tokenizer, tmp_path, monkeypatch, capsys):

@@ -545,6 +545,26 @@ def test_a_search_that_diverges_stops(model_folder, text, tmp_path, monkeypatch,
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+def test_a_recovery_that_diverged_is_done_anew_after_its_search(model_folder, text, tmp_path, monkeypatch):
+    """With another learning rate, until it has a checkpoint of its own."""
+    fields, output = {"steps": 2, "recover": 8, "save_steps": 100}, tmp_path / "out"
+    with pytest.raises(FloatingPointError, match=r"the last checkpoint is \S*out/checkpoint-2$"):
+        search(model_folder, text, output, recover_learning_rate=1e6, **fields)
+    step = MatchingTrainer.training_step
+
+    def training_step(trainer, *args):
+        assert trainer.args.max_grad_norm > 0, "the search is not done anew"
+        if trainer.state.global_step == 5:
+            raise Killed
+        return step(trainer, *args)
+
+    monkeypatch.setattr(MatchingTrainer, "training_step", training_step)
+    with pytest.raises(Killed):
+        search(model_folder, text, output, resume=True, recover_learning_rate=1e-4, **fields | {"save_steps": 4})
+    with pytest.raises(ValueError, match=r"another recipe:.*\n  data.recover_learning_rate: 0.0001 -> 1e-05$"):
+        search(model_folder, text, output, resume=True, recover_learning_rate=1e-5, **fields)
+
+
 def test_a_model_that_diverged_is_refused(model_folder, text, tmp_path, word_tokenizer):
     """Also without steps, in which it would be found."""
     model = head_model("roberta")

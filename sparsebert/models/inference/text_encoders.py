@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 
 from ...checks import check_range, shortened
 from ...masks.mask_sources import IF_THERE
+from ..sentence_files import check_not_a_module
 
 
 # By the names in files of sentence-transformers, old and new.
@@ -74,6 +75,7 @@ def pooling_of(source: Any, **hub_arguments: Any) -> tuple[str, bool]:
         except ValueError as error:
             raise ValueError(f"{source}: {name} is not valid JSON: {error}") from error
 
+    check_not_a_module(source, **hub_arguments)
     modules = read("modules.json") or []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError(f"{source}: modules.json must be a list of objects, got {shortened(repr(modules))}")

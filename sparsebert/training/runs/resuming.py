@@ -39,8 +39,8 @@ MAY_CHANGE = {
     "data": (
         "max_validation_tokens", "attn_implementation", "pictures", "overwrite", "resume", "allow_partial_",
         "cache_dir",
-        # of a post-hoc search
-        "output_dir", "patterns", "timed", "save_steps",
+        # of a post-hoc search, whose recovery compares its own fields with those of its own checkpoints
+        "output_dir", "patterns", "timed", "save_steps", "recover",
         # of translation
         "test", "max_test_pairs", "num_beams",
         # of fine-tuning: which runs there are, and how they are evaluated

@@ -32,6 +32,7 @@ from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.coverage import check_layers
 from ...models.loading import carries_mask
 from ...models.model_classes import model_class_of
+from ...models.sentence_files import check_not_a_module
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import MissingSplitError, choose_splits
 from ..finetuning.task_models import model_and_mask_arguments
@@ -352,6 +353,7 @@ def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
     compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
     hub_arguments = options.hub_arguments(options.model)
     check_source("model", options.model, **hub_arguments)
+    check_not_a_module(str(options.model), **hub_arguments)
     config = read_config(str(options.model), **hub_arguments)
     check_architecture(config.model_type)
     if reads_images(config):
@@ -363,8 +365,7 @@ def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
         raise ValueError(f"{options.model} already has a mask: the search starts from a model without one; {advice}")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
-    model = _model_without_weights(config)
-    check_layers(model)
+    check_layers(model := _model_without_weights(config))
     head = "" if options.task is None else TASKS[options.task].head.removeprefix("AutoModel")
     if not type(model).__name__.endswith(head):
         raise ValueError(

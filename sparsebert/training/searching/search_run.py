@@ -36,6 +36,7 @@ from ...models.model_classes import model_class_of
 from ...models.sentence_files import copy_sentence_files
 from ..runs.checkpoint_manifests import newest_whole
 from ..runs.engines import WHOLE, engine_of
+from ..runs.resuming import check_recipe
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
 from ..runs.run_life import TrainingRun, training_run
@@ -113,6 +114,8 @@ def _search(
     # The batches do not depend on the number of processes, with which others are resumed with a warning.
     record = {"search": search, "processes": None}
     run.define(options, config, **record)  # now, and again when the text is known, which takes longer
+    if options.recover and run.checkpoint:
+        _recovery(run, options)
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     device = str(run.training.device)
@@ -150,7 +153,7 @@ def _search(
     masks = {name: each.replace(rest=mask.rest) for name, each in masks.items()}
     masks = _on_main(lambda: calibrated(model, dense, masks, source.start(options.sizes[1], options.seed)))
     model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
-    recovery = _recovery(run, options, learned) if options.recover else None
+    recovery = _recovery(run, options) if options.recover else None
     if mask.rest != "none":
         begin, mask = time.perf_counter(), masks[own]
         model.sparse_attention.set_mask(mask, search=fields.get("search"))
@@ -279,15 +282,21 @@ def _compare(
     return report
 
 
-def _recovery(run: TrainingRun, options: PostHocArguments, learned: LearnedMask | None) -> TrainingRun:
-    """The run of a recovery. After a search, its checkpoints lie in the last one of that, with which others resume."""
-    if learned is None or not options.sizes[0]:
-        return run
+def _recovery(run: TrainingRun, options: PostHocArguments) -> TrainingRun:
+    """
+    The run of a recovery, whose fields are compared with those of its checkpoint. After a search, its checkpoints lie
+    in the last one of that, with which others resume.
+    """
     training = copy.copy(run.training)
-    training.output_dir = str(run.folder / f"checkpoint-{options.sizes[0]}" / "recovery")
-    found = newest_whole(training.output_dir, options.allow_partial_resume, interrupted=True)
-    training.resume_from_checkpoint = found and str(found)
-    return dataclasses.replace(run, training=training)
+    if options.mask is None and options.sizes[0]:
+        training.output_dir = str(run.folder / f"checkpoint-{options.sizes[0]}" / "recovery")
+        found = newest_whole(training.output_dir, options.allow_partial_resume, interrupted=True)
+        training.resume_from_checkpoint = found and str(found)
+    fields = {name: value for name, value in dataclasses.asdict(options).items() if name.startswith("recover")}
+    record = run.record | {"data": run.record["data"] | fields}
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
+    return dataclasses.replace(run, training=training, record=record)
 
 
 def _recover(
