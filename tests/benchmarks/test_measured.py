@@ -108,6 +108,9 @@ def test_what_the_results_say_of_long_texts_at_base_size():
     cells = _cells(REPRODUCED / "mpnet/minilm_tiny.json")
     close = [cells[f"dam_s_{length}_0.9_seed_0"]["metrics"]["cosine"] for length in (128, 512)]
     assert "it is {:.3f} and {:.3f} (one seed)".format(*close) in text
+    (speed,) = (cell["speed_up"] for cell in _cells(RESULTS / "encoders_mpnet_cpu.json") if cell["n"] == 512)
+    best, limit = (f"{speed[name]['ratio']:.2f}" for name in ("best", "limit"))
+    assert f"it is [{best}](kernels.md#cheaper-linear-layers), and would be {limit} if" in text
 
 
 def test_what_the_results_say_of_one_stage_and_dense_attention():
