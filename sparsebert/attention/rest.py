@@ -76,7 +76,8 @@ def pooled_rest(
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = (states.to(dtype) for states in (query, key, value))
         if keys is None:
-            mean, count = query.mean(2, keepdim=True), torch.full((), float(key.shape[2]), device=query.device)
+            # Summed, since a number would fix the length in what is traced or exported.
+            mean, count = query.mean(2, keepdim=True), torch.ones(key.shape[2], dtype=dtype, device=query.device).sum()
         else:
             # Zeros in the place of padding, which may hold anything.
             query, key, value = (
