@@ -267,8 +267,8 @@ def _summary_table(length, sparsity, finished):
     for name, cosine in sorted(cosines.items(), key=lambda item: -mean(item[1])):
         row = {"mask": name, "removed": f"{mean(numbers['removed'][name]):.1%}"}
         row["cosine before recovery"] = mean_text(numbers["cosine_before"][name].values(), 4)
-        if any(cell["settings"]["recover"] for cell in own.values()):
-            row["cosine after"] = mean_text(cosine.values(), 4)
+        if recovered := {cell["settings"]["mask"] for cell in own.values() if cell["settings"]["recover"]}:
+            row["cosine after"] = mean_text(cosine.values(), 4) if name in recovered else ""
         if name in compared:
             row["dam_s minus this"], row["p (Holm)"] = compared[name]
         if len(spearman.get(name, ())) == len(cosine):
