@@ -12,7 +12,7 @@ from . import plugin
 from .version import __version__
 
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # where `as` says that a name is public
     from .analysis.plans import Plan as Plan, plan as plan
     from .attention.dot_product import sparse_dot_product_attention as sparse_dot_product_attention
     from .attention.interface import register_backend as register_backend
