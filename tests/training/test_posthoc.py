@@ -563,6 +563,8 @@ def test_a_recovery_that_diverged_is_done_anew_after_its_search(model_folder, te
         search(model_folder, text, output, resume=True, recover_learning_rate=1e-4, **fields | {"save_steps": 4})
     with pytest.raises(ValueError, match=r"another recipe:.*\n  data.recover_learning_rate: 0.0001 -> 1e-05$"):
         search(model_folder, text, output, resume=True, recover_learning_rate=1e-5, **fields)
+    with pytest.raises(ValueError, match=r"another recipe:.*\n  data.recover: 8 -> 0\n"):
+        search(model_folder, text, output, resume=True, **fields | {"recover": 0})
 
 
 def test_a_model_that_diverged_is_refused(model_folder, text, tmp_path, word_tokenizer):

@@ -114,8 +114,8 @@ def _search(
     # The batches do not depend on the number of processes, with which others are resumed with a warning.
     record = {"search": search, "processes": None}
     run.define(options, config, **record)  # now, and again when the text is known, which takes longer
-    if options.recover and run.checkpoint:
-        _recovery(run, options)
+    if run.checkpoint:
+        _recovery(run, options)  # also without one now, which would leave out what has been recovered
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     device = str(run.training.device)
