@@ -22,7 +22,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Read when datasets is imported. Nothing of the tests stays in the user's cache, or comes from it.
-os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="sparsebert-tests-")
+os.environ["HF_DATASETS_CACHE"] = os.environ["SPARSEBERT_CACHE"] = tempfile.mkdtemp(prefix="sparsebert-tests-")
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # more threads than cores slow all down
     os.environ.setdefault("OMP_NUM_THREADS", str(max(os.cpu_count() // workers, 1)))
@@ -34,7 +34,8 @@ from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa:
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
 from sparsebert.commands import main  # noqa: E402
-from sparsebert.data.tasks import TASKS  # noqa: E402
+from sparsebert.data.builtin_corpus import builtin_documents  # noqa: E402
+from sparsebert.data.tasks import TASKS, builtin  # noqa: E402
 from sparsebert.data.tasks.glue import GLUE  # noqa: E402
 from studies.shared.base_models import PACKAGE, located  # noqa: E402
 
@@ -324,6 +325,14 @@ def task_data(tmp_path_factory):
         return str(folder) if files else None
 
     return make
+
+
+@pytest.fixture
+def small_corpus(monkeypatch):
+    """Makes the built-in task one of two packages, which are read in no time; what it is to be loaded with."""
+    documents = builtin_documents(("email", "json"))
+    monkeypatch.setattr(builtin, "builtin_documents", lambda: documents)
+    return {"train_size": 40, "validation_size": 20, "labels": ["email", "json"]}
 
 
 @pytest.fixture(scope="session")

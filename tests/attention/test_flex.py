@@ -119,7 +119,10 @@ def test_more_kinds_of_inputs_than_recompilations(monkeypatch):
     """PyTorch makes a graph anew for another scale or another kind of mask, too."""
     flex._compiled.cache_clear()
     # The graphs are made and guarded as always, but not compiled to code, which takes seconds each.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile(function, **options | {"backend": "eager"})
+    )
     states, padding = torch.randn(3, 2, HEADS, 20, 16), right_padding(20, 20, 13)
     keep = torch.rand(HEADS, 20, 20) < 0.5
     try:

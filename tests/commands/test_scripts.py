@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from sparsebert.commands import parse
-from sparsebert.data.builtin_corpus import builtin_documents
-from sparsebert.data.tasks import TASKS, builtin
+from sparsebert.data.tasks import TASKS
 from sparsebert.data.tasks.glue import GLUE
 from sparsebert.recipe_files import load_recipe
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
@@ -83,11 +82,9 @@ def test_pretraining_recipe(recipe, text, pretrained, tmp_path):
     assert list(folder.rglob("events.out.tfevents*")), "no TensorBoard log"
 
 
-def test_finetuning_on_the_builtin_task(pretrained, monkeypatch, tmp_path):
-    documents = builtin_documents(("email", "json", "wsgiref"))
-    monkeypatch.setattr(builtin, "builtin_documents", lambda: documents)
-    sizes = ("--task_kwargs", "{train_size: 40, validation_size: 20, labels: [email, json]}", *ONE_RUN)
-    arguments = ["--task", "builtin", *sizes, "--report_to", "tensorboard", "--model", pretrained]
+def test_finetuning_on_the_builtin_task(pretrained, small_corpus, tmp_path):
+    arguments = ["--task", "builtin", "--task_kwargs", json.dumps(small_corpus), *ONE_RUN]
+    arguments += ["--report_to", "tensorboard", "--model", pretrained]
     arguments += ["--output_dir", tmp_path / "run"]
     run("finetune", FINETUNE_RECIPE, *arguments)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())

@@ -24,6 +24,12 @@ def loaded(documents):
     return load(labels=LABELS, documents=documents)
 
 
+@pytest.mark.slow
+def test_the_installed_packages_have_enough_text():
+    splits = load()
+    assert [len(splits[name]) for name in ("train", "validation")] == [5994, 999]
+
+
 def test_registry_rows_can_be_used(task_data):
     for name, task in TASKS.items():
         assert task.name == name

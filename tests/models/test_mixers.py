@@ -315,13 +315,13 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.parametrize("names", ["[sepconv, average]", pytest.param("[bproj, bproj]", marks=pytest.mark.slow)])
-def test_pretraining_and_finetuning(names, text, tmp_path):
+def test_pretraining_and_finetuning(names, text, glue_folder, tmp_path):
     arguments = [str(ROOT / "recipes/mixers.yaml"), "--text", text, "--validation", text, *TINY_RUN]
     run("pretrain", *arguments, "--token_mixers", names, "--output_dir", str(tmp_path / "model"))
     metrics = json.loads((tmp_path / "model/metrics.json").read_text())
     assert metrics["sparsity"] == 0 and 4 < metrics["mlm_loss"] < 9
-    arguments = "--task builtin --seeds 1 --sweep false --report_to none --max_steps 2 --max_length 64".split()
-    arguments += ["--task_kwargs", "{train_size: 30, validation_size: 15}", "--model", str(tmp_path / "model")]
+    arguments = "--task rte --seeds 1 --sweep false --report_to none --max_steps 2 --max_length 64".split()
+    arguments += ["--data", str(glue_folder), "--model", str(tmp_path / "model")]
     run("finetune", *arguments, "--output_dir", str(tmp_path / "task"))
     metrics = json.loads((tmp_path / "task/metrics.json").read_text())
     assert metrics["steps"] == 2 and metrics["mask"] == "dense"

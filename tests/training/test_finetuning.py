@@ -278,10 +278,10 @@ LIKE_RTE = ("mrpc", "qnli", "qqp", "sst2", "wnli")
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t in LIKE_RTE)) for t in TASKS])
-def test_a_run_of_each_task(options, task_data, tmp_path, task):
+def test_a_run_of_each_task(options, task_data, request, tmp_path, task):
     fields = {"data": task_data(task)}
     if task == "builtin":
-        fields |= {"task_kwargs": {"train_size": 90, "validation_size": 45}}
+        fields |= {"task_kwargs": request.getfixturevalue("small_corpus")}
     if "squad" in task:
         fields |= {"max_length": 24, "doc_stride": 6, "max_question_length": 6}
     data = prepare(options(task=task, **fields))
