@@ -1,5 +1,6 @@
 """
-Attention alone: every system on the same inputs, checked against float64 first, then timed in turns.
+Attention alone: every system on the same inputs, checked against float64 first, then timed in turns. A system that is
+wrong or fails is not timed; the exit code is then 1, and its cells say why.
 
     python -m benchmarks.attention            # the table of docs/kernels.md
     python -m benchmarks.attention --sweep    # sparse_cpu against the best dense by density, for sparse_auto
@@ -8,7 +9,7 @@ Letters: H heads, n length. A cell is a mask, a length and a phase: forward, tra
 training with dropout.
 """
 
-import contextlib
+import sys
 
 import torch
 
@@ -25,7 +26,7 @@ from .shared.report import (
     ratio_text,
     write_json,
 )
-from .shared.systems import DENSE, SYSTEMS, UNMASKED, Gate, auto_choice, make_case
+from .shared.systems import DENSE, SYSTEMS, UNMASKED, Gate, auto_choice, chosen_kernel, make_case
 
 
 BEST_DENSE = "best dense"
@@ -49,11 +50,16 @@ SYSTEMS_OF = {
     "cuda": ("eager", "sdpa", "sdpa_float", "flash", "cudnn", "sparse_flex", "flex_flash", "sparse_triton"),
 }
 OURS = {"cpu": "sparse_cpu", "cuda": "sparse_triton"}
+# Those that leave the kernel to PyTorch.
+PYTORCH = ("sdpa", "sdpa_float", "sdpa_unmasked", "sparse_sdpa")
 
 
 def checked(cases, names, options):
-    """Pass every system through the gate, and whatever `sparse_auto` chooses in one of the phases."""
-    errors = {}
+    """
+    Pass every system through the gate, and whatever `sparse_auto` chooses in one of the phases: errors by number of
+    the case and system, and what is wrong with those that must not be timed.
+    """
+    errors, wrong = {}, {}
     for index, case in enumerate(cases):
         gate = Gate(case)
         choices = [choose(case, phase, options)[0] for phase in options.phases]
@@ -61,9 +67,13 @@ def checked(cases, names, options):
             if index and name in DENSE:
                 continue  # timed on the first case only
             for gradients in sorted({of_phase(phase, options)[0] for phase in options.phases}):
-                with contextlib.suppress(ValueError):  # said again, and kept, when the cell is built
+                try:
                     errors[index, name] = gate.check(name, gradients)
-    return errors
+                except ValueError:
+                    pass  # said again, and kept, when the cell is built
+                except RuntimeError as error:
+                    wrong[index, name] = str(error)
+    return errors, wrong
 
 
 def choose(case, phase, options):
@@ -94,22 +104,24 @@ def runner(case, name, phase, options):
     return run, tensors
 
 
-def measured(cases, phase, names, options, errors):
+def measured(cases, phase, names, options, errors, wrong):
     """
     Time a phase of cases that differ in their mask alone, in turns. Dense systems, whose time does not depend on what
     the mask keeps, run on the first.
     """
     _, dropout = of_phase(phase, options)
     choices = [choose(case, phase, options) for case in cases]
-    functions, forms, refused = {}, {}, {}
+    functions, forms, refused, wrong = {}, {}, {}, dict(wrong)
     for index, (case, (choice, _)) in enumerate(zip(cases, choices, strict=True)):
         for name in dict.fromkeys((*names, choice)):
-            if (index and name in DENSE) or (name == "sdpa_unmasked" and dropout):
+            if (index and name in DENSE) or (name == "sdpa_unmasked" and dropout) or (index, name) in wrong:
                 continue
             try:
                 functions[index, name], forms[index, name] = runner(case, name, phase, options)
             except ValueError as error:
                 refused[index, name] = str(error)
+            except RuntimeError as error:
+                wrong[index, name] = str(error)
     timer = cuda_seconds if options.device == "cuda" else cpu_seconds
     times = interleaved(functions, timer, options.seconds, options.rounds)
     records = []
@@ -124,6 +136,8 @@ def measured(cases, phase, names, options, errors):
             }
             if options.device == "cuda":
                 systems[name]["peak_bytes"] = peak_bytes(functions[key])
+                if name in PYTORCH:
+                    systems[name]["kernel"] = chosen_kernel(*case.inputs, *(forms[key] or [None]), dropout)
         dense = [name for name in DENSE if name in own]
         best = min(dense, key=lambda name: systems[name]["median_ms"], default=None)
         baselines = {name: own[name] for name in own if name in (*DENSE, *UNMASKED, "sparse_flex", "flex_flash")}
@@ -147,6 +161,7 @@ def measured(cases, phase, names, options, errors):
                 "padded": case.padding is not None,
                 "systems": systems,
                 "refused": {name: why for (number, name), why in refused.items() if number == index},
+                "wrong": {name: why for (number, name), why in wrong.items() if number == index},
                 "best_dense": best,
                 "auto": {"choice": choice, "reason": reason} if options.auto else None,
                 "speed_up": ratios,
@@ -165,9 +180,9 @@ def table_cells(options):
         phases = [phase for phase in phases if phase in options.phases]
         for length in lengths if phases else ():
             case = make_case(mask_name, length, options, options.padded)
-            errors = checked([case], options.systems, options)
+            found = checked([case], options.systems, options)
             for phase in phases:
-                yield measured([case], phase, options.systems, options, errors)
+                yield measured([case], phase, options.systems, options, *found)
 
 
 def sweep_cells(options):
@@ -177,9 +192,9 @@ def sweep_cells(options):
         options.dtype = dtype
         for length in options.lengths or SWEEP_LENGTHS:
             cases = [make_case(f"dam_s:{density}", length, options, options.padded) for density in DENSITIES]
-            errors = checked(cases, names, options)
+            found = checked(cases, names, options)
             for phase in options.phases:
-                yield measured(cases, phase, names, options, errors)
+                yield measured(cases, phase, names, options, *found)
 
 
 def _cell_names(cell):
@@ -260,7 +275,10 @@ def main(arguments=None):
         print(f"\n{table.markdown()}", end="")
     if options.auto:
         print_choices(cells)
+    wrong = {name: why for cell in cells for name, why in cell["wrong"].items()}
+    print(*(f"not timed: {name}: {why}" for name, why in wrong.items()), sep="\n")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,8 @@ A plugin of pytest that writes the outcome of every test as soon as it is known,
 import json
 from pathlib import Path
 
+from sparsebert.files import replace_files
+
 
 TEXTS, CHARACTERS = 10, 1500
 
@@ -31,7 +33,7 @@ class Outcomes:
         if report.failed:
             self.failed[report.nodeid] = report.longreprtext[-CHARACTERS:] if len(self.failed) < TEXTS else ""
         found = {"counts": self.counts, "failed": self.failed, "not_reached": [*self.waiting]}
-        self.path.write_text(json.dumps(found, indent=1) + "\n")
+        replace_files({self.path: (json.dumps(found, indent=1) + "\n").encode()})  # never half, when it is stopped
 
 
 def pytest_addoption(parser):

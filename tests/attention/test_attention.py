@@ -388,6 +388,14 @@ def test_grid_on_cuda(poisoned_memory, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("length", [64, 192])
+def test_queries_without_a_key_on_cuda(length, padding):
+    """At these lengths, cuDNN's backward gives NaN where every key of a query is removed (pytorch#196678)."""
+    check(case_of("sparse_sdpa", "cuda", length, mask="empty rows", padding=padding, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_whole_grid_on_cuda(poisoned_memory, name):

@@ -1,7 +1,5 @@
 """FlexAttention on the grid of test_attention.py (gradients on CUDA alone), its tiles, and what is compiled when."""
 
-import functools
-
 import pytest
 import torch
 from test_attention import attend, case_of, check, kept, make_mask, make_padding, named

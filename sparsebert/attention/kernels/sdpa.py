@@ -55,6 +55,9 @@ def sdpa_attention(
         bias = bias.to(dtype)
     if query.device.type == "cuda":
         query, key, value = map(_aligned, (query, key, value))
+        if bias is not None and inputs.live[0] is not None:
+            # cuDNN's backward gives NaN where every key of a query is removed (pytorch#196678).
+            bias = bias.masked_fill(~inputs.live[0], 0.0)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
