@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import covering
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig, BertForMaskedLM, TrainingArguments
 
@@ -175,8 +176,7 @@ FORGED = {
 VERBS = {"plan": [], "report": [], "lengthen": ["--length", "64", "--output_dir", "out"]}
 
 
-@pytest.mark.parametrize("fault", FORGED)
-@pytest.mark.parametrize("kind", ["frozen", "searching"])
+@pytest.mark.parametrize("fault, kind", covering([*FORGED], ["frozen", "searching"]))
 def test_forged_models(tiny_config, said, monkeypatch, tmp_path, kind, fault):
     monkeypatch.chdir(tmp_path)
     model = BertForMaskedLM(tiny_config(BertConfig))

@@ -10,7 +10,6 @@ accelerators only; here it is given the state that it would make there.
 import gc
 import hashlib
 import json
-import logging
 import os
 import sys
 import traceback
@@ -25,7 +24,6 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForSequenceClassification
 from sparsebert.learning.search_schedule import SearchSchedule
-from sparsebert.training.runs.engines import warn_of_ignored_engine
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -185,17 +183,7 @@ def checkpointed(engine, folder):
     return search(engine, folder, output="checkpointed", gradient_checkpointing=True)
 
 
-def ignored(engine, folder):
-    """FSDP asked for on the CPU, where accelerate has none."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(warn_of_ignored_engine.__module__).addHandler(handler)
-    set_seed(0)
-    model = SparseBertForMaskedLM(SparseBertConfig(**SIZES, **TARGET))
-    return train(engine, folder / "ignored", model, rows("tokens"), max_steps=1, fsdp=True) | {"log": lines}
-
-
-JOBS = {job.__name__: job for job in (search, target, continued, finetune, accumulate, checkpointed, ignored)}
+JOBS = {job.__name__: job for job in (search, target, continued, finetune, accumulate, checkpointed)}
 
 
 def run(engine, folder, job):

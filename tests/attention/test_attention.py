@@ -345,7 +345,7 @@ def check_all(name, device, mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", serving())
 def test_grid(poisoned_memory, name, mask):
     check_sample(name, "cpu", mask)
 

@@ -86,7 +86,8 @@ def formula(query, key, value, bias=None, *, keep, padding, mask):
         for name in NAMES
         for number, mask in enumerate(MASKS)
         for turn, padding in enumerate(PADDINGS)
-        if name != "sparse_flex" or number % 3 == turn  # which takes long
+        # Flex takes long, and sparse_cpu has a file of its own.
+        if name not in ("sparse_flex", "sparse_cpu") or number % 3 == turn
     ],
 )
 def test_rest_equals_one_more_key(name, mask, padding, turn):
@@ -124,17 +125,6 @@ def test_dropout_never_drops_the_rest(name):
     assert factors.unique().tolist() == [0, 10]
     output.sum().backward()
     torch.testing.assert_close(value.grad, factors / 16 + 15 / 16)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_rest_without_removed_keys_changes_nothing(name):
-    query, key, value = torch.randn(3, 2, HEADS, 12, 8)
-    mask = SparseMask(torch.ones(HEADS, 12, 12).bool(), 12)
-    outputs = [
-        sparse_dot_product_attention(query, key, value, mask.replace(rest=rest), backend=name)
-        for rest in ("none", "mean")
-    ]
-    torch.testing.assert_close(*outputs)
 
 
 def tiny_model(**fields):
@@ -213,11 +203,6 @@ CANNOT = {
     "a search": (lambda: attach(tiny_model(is_decoder=True), "dam_s", rest="mean", mask_length=8), "undefined"),
     "product": (lambda: attach(tiny_model(), "dam_s", rest="mean", mask_form="multiplicative"), "multiplicative"),
     "what": (lambda: attach(tiny_model(), "window", rest="average"), "must be one of 'none', 'mean', got 'average'"),
-    "bias": (lambda: SparseMask(torch.ones(4, 8).bool(), 8, "offsets", rest_bias=torch.ones(1, 4)), "rest_bias"),
-    "heads": (
-        lambda: SparseMask(torch.ones(4, 8).bool(), 8, "offsets", rest="mean", rest_bias=torch.ones(1, 3)),
-        r"shape \(layers, 4\)",
-    ),
     "4-D": (
         lambda: attach(tiny_model(), "window", rest="mean", mask_length=8)(
             torch.ones(1, 8).long(), attention_mask=torch.ones(1, 1, 8, 8).bool()

@@ -31,7 +31,8 @@ pytestmark = [
 
 @pytest.mark.usefixtures("lists")
 @pytest.mark.parametrize(
-    ("made", "padded"), [pytest.param(BertModel, False, marks=pytest.mark.slow), (BertModel, True), (MPNetModel, True)]
+    ("made", "padded"),
+    [*(pytest.param(BertModel, padded, marks=pytest.mark.slow) for padded in (False, True)), (MPNetModel, True)],
 )
 def test_through_a_model(made, padded, tiny_config):
     """What is prepared once per forward is what the kernels read, with an MPNet's bias per distance."""

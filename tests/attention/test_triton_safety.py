@@ -139,6 +139,7 @@ def test_interpreter_passes_the_self_check():
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["special tokens forgotten", "another mask"])
 def test_interpreter_with_a_fault_does_not_pass(fault, monkeypatch):
     row = BACKENDS["sparse_triton"]

@@ -28,6 +28,8 @@ TINY = (
     "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
     "--intermediate_size 32 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 600 --bf16 false"
 ).split()
+# Their tasks are run by test_finetuning.py; the recipes of GLUE are like mrpc.
+SLOW = {"glue", *GLUE, "squad", "squad_v2", "swag"} - {"mrpc"}
 ONE_RUN = "--sweep false --seeds 1 --max_steps 2 --report_to none".split()
 
 
@@ -97,8 +99,7 @@ def test_finetuning_on_the_builtin_task(pretrained, small_corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "recipe",
-    # The others are those of tasks of GLUE, with the settings of the paper.
-    [pytest.param(r, marks=[pytest.mark.slow] * (r.stem in {"glue", *GLUE} - {"mrpc"})) for r in FINETUNE_RECIPES],
+    [pytest.param(r, marks=[pytest.mark.slow] * (r.stem in SLOW)) for r in FINETUNE_RECIPES],
     ids=lambda path: path.stem,
 )
 def test_finetuning_recipe(recipe, checkpoints, task_data, tmp_path):

@@ -3,6 +3,7 @@ import logging
 
 import datasets
 import pytest
+from conftest import covering
 
 from sparsebert.data.tasks import glue, task_files
 from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, write_submission
@@ -44,9 +45,7 @@ TEXTS = dict.fromkeys(ORIGINALS, (["A.", "C."], ["B.", "D."])) | {
 }
 
 
-@pytest.mark.parametrize("name", GLUE)
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("name, inside, suffix", covering([*GLUE], [False, True], ["", ".gz"]))
 def test_original_files(write_data, name, inside, suffix):
     (folder, text, labels), (texts, pairs) = ORIGINALS[name], TEXTS[name]
     data = write_data(f"{folder}/train.tsv{suffix}", text)

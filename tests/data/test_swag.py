@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from conftest import tokenizer_of
+from conftest import covering, tokenizer_of
 
 from sparsebert.data.tasks import swag, task_files
 
@@ -54,21 +54,21 @@ class TestLoad:
         assert loaded["test"].column_names == ["id", "context", "start", "endings"]
 
     @pytest.mark.parametrize(
-        ("row", "context", "start"),
-        [
-            ({"startphrase": "He sits. She"}, "He sits. She", ""),
-            ({"context": "He sits. She"}, "He sits. She", ""),
-            ({"ctx": "He sits. She", "ctx_a": "He sits.", "ctx_b": "She"}, "He sits.", "She"),
-            ({"ctx": "He sits.", "ctx_a": "He sits.", "ctx_b": ""}, "He sits.", ""),
-            ({"sent1": "He sits.", "sent2": "She", "startphrase": "He sits. She"}, "He sits.", "She"),
-        ],
+        ("layout", "endings", "label"),
+        covering(
+            [
+                ({"startphrase": "He sits. She"}, "He sits. She", ""),
+                ({"context": "He sits. She"}, "He sits. She", ""),
+                ({"ctx": "He sits. She", "ctx_a": "He sits.", "ctx_b": "She"}, "He sits.", "She"),
+                ({"ctx": "He sits.", "ctx_a": "He sits.", "ctx_b": ""}, "He sits.", ""),
+                ({"sent1": "He sits.", "sent2": "She", "startphrase": "He sits. She"}, "He sits.", "She"),
+            ],
+            [{"endings": ["x", "y", "z"]}, {"choices": ["x", "y", "z"]}, dict(ending0="x", ending1="y", ending2="z")],
+            [{"label": 2}, {"answer": 2}, {"label": "2"}],
+        ),
     )
-    @pytest.mark.parametrize(
-        "endings",
-        [{"endings": ["x", "y", "z"]}, {"choices": ["x", "y", "z"]}, dict(ending0="x", ending1="y", ending2="z")],
-    )
-    @pytest.mark.parametrize("label", [{"label": 2}, {"answer": 2}, {"label": "2"}])
-    def test_layouts_of_json(self, write_lines, row, context, start, endings, label):
+    def test_layouts_of_json(self, write_lines, layout, endings, label):
+        row, context, start = layout
         (found,) = swag.load(write_lines("val.jsonl.gz", [row | endings | label]))["validation"]
         assert found == {"id": "0", "context": context, "start": start, "endings": ["x", "y", "z"], "label": 2}
 

@@ -143,9 +143,16 @@ def test_a_pruned_search_does_not_freeze_to_less():
 # Freezing
 
 
-@pytest.mark.parametrize("backend", ["sparse_auto", "sparse_eager", "sparse_sdpa"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("search", ["dam_s", "dam_b", "dam_u", "soft", "vertical_slash"])
+@pytest.mark.parametrize(
+    "search, training, backend",
+    [
+        (search, training, backend)
+        for training in (True, False)
+        for search, backend in covering(
+            ["dam_s", "dam_b", "dam_u", "soft", "vertical_slash"], ["sparse_auto", "sparse_eager", "sparse_sdpa"]
+        )
+    ],
+)
 def test_freezing_changes_no_result(search, training, backend):
     """Loss and gradients of one batch, padded, before and after, through whatever kernel a frozen mask gets."""
     fields = {"block_size": 16, "mask_length": 40} if search == "dam_b" else {}

@@ -35,6 +35,11 @@ BY_TOKEN = ("Model", "ForPreTraining", "ForMaskedLM", "LMHeadModel", "ForTokenCl
 
 every_head = pytest.mark.parametrize("name", HEADS)
 every_state = pytest.mark.parametrize("state", STATES)
+# In turns a class of ours and a stock one with a mask attached.
+every_head_and_state = pytest.mark.parametrize(
+    "name, state, attached",
+    [(name, state, bool((h + s) % 2)) for h, name in enumerate(HEADS) for s, state in enumerate(STATES)],
+)
 
 
 @pytest.fixture
@@ -75,9 +80,7 @@ def loss_of(outputs):
 # Entering through the class
 
 
-@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
-@every_state
-@every_head
+@every_head_and_state
 def test_forward_is_the_call(make, name, state, attached):
     model, results = make(name, state, attached), []
     for phase in ("train", "eval"):
@@ -329,9 +332,7 @@ def test_a_name_without_a_twin_is_refused(make, tmp_path, attached, other):
 # Attentions and hidden states
 
 
-@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
-@every_state
-@every_head
+@every_head_and_state
 def test_attentions(make, name, state, attached):
     """In the standard ways, one per layer: rows that sum to one, and nothing where the mask or padding removes."""
     model = make(name, state, attached)

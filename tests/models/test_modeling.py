@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, gradients, inputs_of
+from conftest import covering
 from transformers import BertConfig, BertModel, EncoderDecoderModel, GenerationConfig
 
 import sparsebert
@@ -55,8 +56,7 @@ def decide(model):
 # Heads
 
 
-@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "vertical_slash", "bigbird"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name, mask", covering([*HEADS], ["dam_s", "dam_u", "vertical_slash", "bigbird"]))
 def test_head_runs_trains_and_reloads(tiny_config, assert_same_model, tmp_path, name, mask):
     fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}
     model = head_class(name)(head_config(tiny_config, name, **fields))
@@ -99,9 +99,7 @@ def test_frozen_search_reloads_through_the_auto_classes(tiny_config, assert_same
     assert_same_model(loaded, model, **inputs)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name, backend, padded", covering([*HEADS], ["eager", "sdpa"], [False, True]))
 def test_all_ones_mask_is_stock_bert(tiny_config, name, backend, padded):
     config = head_config(tiny_config, name, pattern="dense", attn_implementation=f"sparse_{backend}")
     model = head_class(name)(config).eval()
@@ -190,21 +188,24 @@ RELATIVE = {
 }
 
 
-@pytest.mark.parametrize("phase", ["train", "eval", "frozen"])
+SEARCHED = [what for what, fields in RELATIVE.items() if "pattern" not in fields]
+
+
 @pytest.mark.parametrize(
-    "backend",
-    ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto", pytest.param("sparse_flex", marks=pytest.mark.slow)],
+    "what, phase, backend",
+    [
+        *(
+            (what, "frozen", name)
+            for what, name in covering([*RELATIVE], ["sparse_cpu", "sparse_sdpa", "sparse_auto"])
+        ),
+        *((what, "train", "sparse_eager" if "multiplicative" in what else "sparse_sdpa") for what in SEARCHED),
+        *((what, "eval", name) for what, name in covering(SEARCHED, ["sparse_auto", "sparse_sdpa", "sparse_eager"])),
+        *(pytest.param(what, "frozen", "sparse_flex", marks=pytest.mark.slow) for what in RELATIVE),
+    ],
 )
-@pytest.mark.parametrize("what", RELATIVE)
 def test_left_padding_changes_no_logits(tiny_config, backend, what, phase):
     """Offsets do not depend on where a sequence starts, and the first token is the first real one."""
     fields = {"mask_length": 40, "initializer_range": 0.3} | RELATIVE[what]
-    if "pattern" in fields and phase != "frozen":
-        pytest.skip("nothing is searched")
-    if phase != "frozen" and backend in ("sparse_cpu", "sparse_flex"):
-        pytest.skip("refused in a search")
-    if fields.get("mask_form") == "multiplicative" and phase == "train" and backend == "sparse_sdpa":
-        pytest.skip("refused in a search of this form")
     model = SparseBertForMaskedLM if not fields.get("is_decoder") else SparseBertLMHeadModel
     model = model(tiny_config(**fields))
     if "pattern" not in fields:

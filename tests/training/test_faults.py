@@ -202,35 +202,6 @@ def other_base_model(tiny_config, finetuning_flags, checkpoints, caplog, tmp_pat
 # Inputs
 
 
-@row(6, "input longer than the mask")
-def long_input(tiny_config):
-    ids = torch.randint(5, 100, (1, 24))
-    keep = torch.rand(4, 16, 16) < 0.5
-    keep[:, :, 0] = True
-    model = SparseBertModel(tiny_config(pattern="window"))
-    model.set_mask(SparseMask(keep, 16))
-    with pytest.raises(ValueError, match=r"24 tokens.*mask.*16.*dense"):
-        model(ids)
-    # A mask of offsets extends by default.
-    for mask in (SparseMask(keep, 16, length_policy="dense"), SparseMask(keep[:, 0], 16, "offsets")):
-        model.set_mask(mask)
-        assert model(ids).last_hidden_state.isfinite().all()
-
-
-@row(7, "input short or odd")
-def short_input():
-    keep = torch.rand(4, 16, 16) < 0.5
-    keep[:, :, 0] = True
-    mask = SparseMask(keep, 16)
-    for length in (1, 2, 7, 15, 16):
-        query, key, value = torch.randn(3, 2, 4, length, 8).unbind(0)
-        scores = query @ key.mT * 8**-0.5
-        want = scores.masked_fill(~keep[:, :length, :length], -torch.inf).softmax(-1) @ value
-        for backend in CPU_BACKENDS:
-            got = sparse_dot_product_attention(query, key, value, mask, backend=backend)
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
 @row(8, "empty row in the mask")
 def empty_row(tiny_config, tmp_path):
     keep = torch.ones(4, 16, 16, dtype=torch.bool)
@@ -251,21 +222,6 @@ def empty_row(tiny_config, tmp_path):
         state.square().sum().backward()
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         assert state.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
-
-
-@row(9, "row empty by padding")
-def row_empty_by_padding():
-    keep = torch.ones(4, 8, 8, dtype=torch.bool)
-    keep[:, 1, :6] = False  # query 1 may attend to 6 and 7 alone, which are padding
-    padding = torch.tensor([[1] * 6 + [0] * 2]).bool()
-    mask = SparseMask(keep, 8)
-    for backend in CPU_BACKENDS:
-        query, key, value = (torch.randn(1, 4, 8, 8, requires_grad=True) for _ in range(3))
-        output = sparse_dot_product_attention(query, key, value, mask, padding, backend=backend)
-        assert (output[:, :, 1] == 0).all() and output.isfinite().all()
-        output.square().sum().backward()
-        assert (key.grad[:, :, 6:] == 0).all() and (value.grad[:, :, 6:] == 0).all()
-        assert (query.grad[:, :, 1] == 0).all() and key.grad.isfinite().all()
 
 
 @row(10, "sample of padding only")
