@@ -2,8 +2,7 @@
 
 from .harness.experiment import Experiment
 from .long_texts import long_embeddings, long_review_masks, long_reviews, needles, positions
-from .other_papers import copying, language_modelling, mixers, translation
-from .pretraining import cramming, search_study, sparsity_weight
+from .other_papers import copying, cramming, language_modelling, mixers, translation
 from .sparsebert_paper import sparsebert_figure7, sparsebert_table1, sparsebert_table2, sparsebert_table3
 from .trained_models import (
     minilm,
@@ -37,8 +36,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "offsets": offsets.EXPERIMENT,
     "separators": separators.EXPERIMENT,
     "cramming": cramming.EXPERIMENT,
-    "search_study": search_study.EXPERIMENT,
-    "sparsity_weight": sparsity_weight.EXPERIMENT,
     "sparsebert_table1": sparsebert_table1.EXPERIMENT,
     "sparsebert_table2": sparsebert_table2.EXPERIMENT,
     "sparsebert_table3": sparsebert_table3.EXPERIMENT,

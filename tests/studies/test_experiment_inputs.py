@@ -69,8 +69,6 @@ pytestmark = pytest.mark.usefixtures("without_matplotlib")
         ("positions", {"documents": 1}, "documents must be an integer of at least 2"),
         ("cramming", {"recipes": ["small"]}, "recipes must be one of 'cramming', 'paper'"),
         ("cramming", {"fields": {"hiden_size": 4}}, "hiden_size"),
-        ("search_study", {"searches": ["anealed"]}, "searches must be one of"),
-        ("sparsity_weight", {"penalties": [-1]}, "penalties must be a number of at least 0"),
         ("sparsebert_table1", {"mask_logit_scale": 0}, "mask_logit_scale"),
         ("sparsebert_table1", {"max_length": 1000}, "max_length must be at most the 512 positions of base_model"),
         ("sparsebert_table2", {"squad2": "absent"}, "squad2: there is no folder 'absent'"),
@@ -105,7 +103,7 @@ def test_folders_that_are_missing_or_empty_are_named(name, field, cells_of, tmp_
 
 def test_a_text_without_words_is_refused_first(cells_of, tmp_path):
     (tmp_path / "empty.txt").touch()
-    for name in ("sparsebert_table1", "search_study"):
+    for name in ("sparsebert_table1", "cramming"):
         with pytest.raises(ValueError, match="text: no paragraph of text in "):
             cells_of(name, text=str(tmp_path / "empty.txt"))
 

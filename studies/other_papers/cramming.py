@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -10,15 +11,17 @@ from transformers import AutoTokenizer
 from sparsebert import SparseBertForMaskedLM
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice
+from sparsebert.commands import parse
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.training.pretraining.pretraining_run import pretrain
 
 from ..harness.comparisons import against, by_seed, draw_panels, mean, nested
 from ..harness.experiment import Cells, Experiment, common_settings
 from ..harness.seed_comparisons import COMPARED, mean_text
 from ..shared.base_models import located
-from .recipe_runs import SMALLEST, RecipeSettings, cell_recipe, check_recipe
+from ..shared.recipe_sections import check_texts
 
 
 LENGTH, MASKED, SPARSITY = 128, 0.15, 0.92
@@ -36,16 +39,24 @@ SYSTEMS = {
     "cramming, dense": ("cramming", {"pattern": "dense"}),
     "paper, dense": ("small", PAPER | {"pattern": "dense"}),
 }
+# Sizes of a model that is trained in seconds, for tests.
+SMALLEST = {
+    "vocab_size": 150, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
+    "per_device_train_batch_size": 2, "max_validation_tokens": 300,
+}  # fmt: skip
 
 
 @dataclass
-class CrammingStudy(RecipeSettings):
+class CrammingStudy:
     """
     Settings of the study: both recipes search a mask and train a dense model, from the start and, if there are
     weights, continued from these, in equal minutes. All are scored on the same held-out rows with 15 % of the tokens
     masked, whatever they were trained on. Runs that are compared need as many threads: set OMP_NUM_THREADS.
 
     Args:
+        text (`str` or `list[str]`): Training text, see [`PretrainingArguments`].
+        validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
+        fields (`dict`, *optional*): Fields of the recipe that differ, such as sizes of the model.
         minutes (`float`): Minutes of training, for each run.
         tokens (`int`): Most tokens of training text that are read.
         held_out_tokens (`int`): Most tokens to score on.
@@ -56,6 +67,9 @@ class CrammingStudy(RecipeSettings):
         seeds (`list[int]`): Seeds of the weights, the order of the text and the masking.
     """
 
+    text: str | list[str] = "builtin"
+    validation: str | list[str] | None = None
+    fields: dict | None = None
     minutes: float = 10.0
     tokens: int = 20_000_000
     held_out_tokens: int = 300_000
@@ -75,6 +89,23 @@ def _cells(settings):
         for seed in settings.seeds
         for system in settings.recipes
     }
+
+
+def cell_recipe(cell: dict[str, Any], recipe: str, folder: Path, fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A recipe with the text and the fields of a cell, and further fields; those that are `None` are set to null."""
+    words = ["pretrain", recipe]
+    own = {"text": cell["text"], "validation": cell["validation"], "output_dir": str(folder), "seed": cell["seed"]}
+    own |= {"pictures": False, "report_to": "none", "disable_tqdm": True, **(cell["fields"] or {}), **fields}
+    for name, value in own.items():
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    _, values = parse(words)
+    return {section: values[section] for section in ("data", "model", "training")}
+
+
+def check_recipe(cell: dict[str, Any], recipe: str, fields: dict[str, Any]) -> None:
+    """Check that a cell can run: its text, and the names and values of its fields."""
+    check_texts(cell)
+    SparseBertConfig(**cell_recipe(cell, recipe, Path("unused"), fields)["model"])
 
 
 def _fields(cell):

@@ -1,1 +1,0 @@
-"""What pre-training from the start shows of searches, in the first minutes."""
