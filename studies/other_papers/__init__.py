@@ -1,4 +1,4 @@
 """
-Tables and figures of O(n) Connections (arXiv 2006.04862) and of Universal Approximators (arXiv 1912.10077), and recipes
+Tables and figures of O(n) Connections (arXiv 2006.04862) and Universal Approximators (arXiv 1912.10077), and recipes
 at equal minutes, as in Cramming (arXiv 2212.14034).
 """
