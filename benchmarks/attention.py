@@ -123,7 +123,7 @@ def measured(cases, phase, names, options, errors, wrong):
             except RuntimeError as error:
                 wrong[index, name] = str(error)
     timer = cuda_seconds if options.device == "cuda" else cpu_seconds
-    times = interleaved(functions, timer, options.seconds, options.rounds)
+    times = interleaved(functions, timer, options.seconds, options.rounds) if functions else {}
     records = []
     for index, (case, (choice, reason)) in enumerate(zip(cases, choices, strict=True)):
         own = {name: (number, name) for number, name in functions if number == index or name in DENSE}
@@ -276,7 +276,8 @@ def main(arguments=None):
     if options.auto:
         print_choices(cells)
     wrong = {name: why for cell in cells for name, why in cell["wrong"].items()}
-    print(*(f"not timed: {name}: {why}" for name, why in wrong.items()), sep="\n")
+    for name, why in wrong.items():
+        print(f"not timed: {name}: {why}")
     return int(bool(wrong))
 
 
