@@ -251,7 +251,7 @@ class Cell:
 
 @functools.cache
 def kept_at(mask, layers, n):
-    """The shares of the entries and of the tiles of 64 that a learned mask keeps at n tokens: less of longer inputs."""
+    """The shares of the entries and of the tiles of 64 that a learned mask keeps at n tokens: less of long inputs."""
     mask = learned_masks(layers)[mask]
     return {"entries": mask.density_at(n), "live_tiles": mask_tile_shares(mask, n, 64)[0]}
 
