@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,26 +94,32 @@ class SparseAttentionOperator(openvino.Op):
         return True
 
     def evaluate(self, outputs: Any, inputs: Any) -> bool:
-        """Run the backend on the memory of the engine's tensors."""
+        """
+        Run the backend on the memory of the engine's tensors. An error waits in the call until the graph has run: the
+        engine cannot be left in the middle of it.
+        """
         call = _calls[int(inputs[3].data[0])]
-        try:
-            states = [_as_torch(each) for each in inputs[:3]]
-            states = [
-                each if at == "h" else each.transpose(1, 2) for each, at in zip(states, self.layouts, strict=True)
-            ]
-            query, key, value = states
-            if key.shape[1] != query.shape[1]:  # several query heads share a key head
-                key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-            output = _as_torch(outputs[0])
-            with in_engine(output):
-                found = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
-            if found.data_ptr() != output.data_ptr():
-                # NumPy copies on this thread: those of PyTorch would wait busily afterwards.
-                np.copyto(outputs[0].data, _as_numpy(found))
-        except BaseException as error:
-            call.error = error
-            raise
+        if call.error is None:
+            try:
+                self._run(outputs, inputs, call)
+            except BaseException as error:
+                call.error = error
+        if call.error is not None:
+            outputs[0].data[...] = 0
         return True
+
+    def _run(self, outputs, inputs, call):
+        states = [_as_torch(each) for each in inputs[:3]]
+        states = [each if at == "h" else each.transpose(1, 2) for each, at in zip(states, self.layouts, strict=True)]
+        query, key, value = states
+        if key.shape[1] != query.shape[1]:  # several query heads share a key head
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+        output = _as_torch(outputs[0])
+        with in_engine(output):
+            found = run_backend(query, key, value, call.mask_inputs.for_layer(self.layer), self.scale, 0.0)[0]
+        if found.data_ptr() != output.data_ptr():
+            # NumPy copies on this thread: those of PyTorch would wait busily afterwards.
+            np.copyto(outputs[0].data, _as_numpy(found))
 
 
 def _as_torch(tensor):
@@ -227,14 +234,16 @@ class OpenVinoGraph:
             call = _calls[number] = _Call(mask_inputs)
         try:
             request.infer(arrays, share_inputs=True)
-        except RuntimeError:
-            if call is None or call.error is None:
-                raise
         finally:
             if self.recorded is None:
                 _calls.pop(number, None)
         if call is not None and call.error is not None:
-            raise call.error  # OpenVINO may have gone on without the output
+            error: BaseException | None = call.error
+            while error is not None:
+                # Its frames hold memory of the engine, which may be gone when they are collected.
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
+            raise call.error
         if self.recorded is not None:
             self.recorded.append(arrays)
         return [torch.from_numpy(output.data.copy()) for output in request.output_tensors]
