@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import TINY
-from processes import run_code
+from processes import run_code, run_ranks
 from transformers import BertForMaskedLM, TrainingArguments
 
 from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
@@ -119,9 +119,25 @@ def test_a_mask_is_frozen_while_activations_are_checkpointed(trained_at_length):
     check_like_one_process(trained_at_length[1], "DDP", "checkpointed", of="search")
 
 
-def test_an_engine_that_accelerate_ignores_is_warned_of(tmp_path, caplog):
-    engines.warn_of_ignored_engine(TrainingArguments(str(tmp_path), fsdp=True, use_cpu=True))
-    assert "fsdp is ignored here, one process runs instead" in caplog.text
+IGNORED = f"""
+import logging
+from transformers import TrainingArguments
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert.training.runs import engines
+from sparsebert.training.trainer import SparseBertTrainer
+
+lines, handler = [], logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger(engines.__name__).addHandler(handler)
+model = SparseBertForMaskedLM(SparseBertConfig(**{TINY}, search="dam_s", mask_length=8))
+SparseBertTrainer(model, TrainingArguments(folder, fsdp=True, use_cpu=True, report_to="none"))
+found["log"] = lines
+"""
+
+
+def test_an_engine_that_accelerate_ignores_is_warned_of(tmp_path):
+    for found in run_ranks(IGNORED, tmp_path):
+        assert any("fsdp is ignored here, DDP runs instead" in line for line in found["log"])
 
 
 def test_processes_that_accelerate_does_not_start_are_warned_of(tmp_path, monkeypatch, caplog):
