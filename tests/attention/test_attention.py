@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import TINY
+from exactness import assert_as_good_as_plain, with_gradients
 from transformers import AttentionInterface, BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from sparsebert import (
@@ -58,30 +59,14 @@ def dense(query, key, value, keep, factors=1.0):
     return scores.softmax(-1) * keep * factors @ value
 
 
-def with_gradients(function, query, key, value, grad, dtype=None, *more):
-    """Output and gradients of query, key, value and more, in `dtype`; inputs keep their strides."""
-    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (query, key, value, *more)]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
-
-
-def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about="", units=4):
-    """
-    The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place. `results` are
-    the output and, unless there are none, the gradients.
-    """
+def assert_right(results, query, key, value, grad, keep, factors=1.0, about="", units=4):
+    """By the 2x rule; `results` are the output and, unless there are none, the gradients."""
 
     def formula(*inputs):
         return dense(*inputs, keep, factors)
 
-    truth = with_gradients(formula, query, key, value, grad, torch.float64)
-    plain = with_gradients(formula, query, key, value, grad)
-    # Relative to the largest number, since a gradient of 0 is a difference of larger numbers.
-    unit = torch.finfo(query.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
-    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=False):
-        assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
-        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
-        assert error <= 2 * allowed + units * unit, (about, what, error, allowed, unit)
+    plain, truth = (with_gradients(formula, (query, key, value), grad, dtype) for dtype in (None, torch.float64))
+    assert_as_good_as_plain(results, plain, truth, about, units)
     # Without a live key, the output is exactly 0 and gets no gradient.
     empty, unseen = ~keep.any(-1), ~keep.any(-2)
     for got, without in zip(results, (empty, empty, unseen, unseen), strict=False):
@@ -316,7 +301,7 @@ def check(case, gradients=True):
         return
     keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
     if gradients:
-        results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+        results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), (query, key, value), grad)
     else:
         with torch.no_grad():  # of inputs that are those of parameters
             results = [attend(case, mask, on_device, query.detach().requires_grad_(), key, value)]
@@ -324,13 +309,13 @@ def check(case, gradients=True):
     if case.dropout:
         with torch.no_grad():
             factors = dropout_factors(case, mask, on_device, keep)
-        again = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+        again = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), (query, key, value), grad)
         # With the same numbers dropped the same to rounding, with others nothing like it.
         bound = 4 * torch.finfo(case.dtype).eps * max(values.double().norm() for values in results)
         assert all((got - other).double().norm() <= bound for got, other in zip(results, again, strict=True)), case
     # These are as exact as the formula; PyTorch's own fused attention, for one, is not.
     units = 4 if case.name in ("sparse_eager", "sparse_cpu", "sparse_triton", "sparse_flex") else 16
-    assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
+    assert_right(results, query, key, value, grad, keep, factors, case, units)
 
 
 def check_sample(name, device, mask):
@@ -376,8 +361,8 @@ def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_
 
     for mask, causal in itertools.product(masks, {False, special_tokens == "first"}):
         keep = kept(mask, length, padding, causal)
-        results = with_gradients(attention, query, key, value, grad)
-        assert_as_good_as_plain(results, query, key, value, grad, keep, units=16)
+        results = with_gradients(attention, (query, key, value), grad)
+        assert_right(results, query, key, value, grad, keep, units=16)
 
 
 @pytest.mark.gpu
@@ -429,7 +414,7 @@ def run(name, module, inputs, query, key, value, grad, attention_mask=None):
         assert output.is_contiguous()
         return output.transpose(1, 2)
 
-    return with_gradients(function, query, key, value, grad)
+    return with_gradients(function, (query, key, value), grad)
 
 
 def random_table(length, density=0.5):
@@ -461,7 +446,7 @@ def test_layers_equal_the_formula(poisoned_memory, tiny_config, name, length, ca
     for module, own in zip(modules, table, strict=True):
         keep = cut(own, 3, padding, causal)
         results = run(name, module, inputs, query, key, value, grad)
-        assert_as_good_as_plain(results, query, key, value, grad, keep)
+        assert_right(results, query, key, value, grad, keep)
         results = run(name, module, inputs, query, key, value, grad * ~keep.any(-1, keepdim=True))
         assert all((gradient == 0).all() for gradient in results[1:])
 
@@ -491,7 +476,7 @@ def test_4d_mask_applies_on_top(tiny_config, name, kind):
     query, key, value, grad = numbers(2, 12)
     inputs = prepared(sparse_attention, name, 12, needs=frozenset({"additive"}))
     results = run(name, module, inputs, query, key, value, grad, attention_mask)
-    assert_as_good_as_plain(results, query, key, value, grad, table & given)
+    assert_right(results, query, key, value, grad, table & given)
 
 
 @pytest.mark.parametrize("name", ADDITIVE_NAMES)

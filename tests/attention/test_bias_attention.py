@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import covering, growth
+from exactness import assert_as_good_as_plain, with_gradients
 from test_attention import poisoned_memory  # noqa: F401
 
 from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
@@ -22,7 +23,6 @@ from sparsebert.attention.mask_inputs import MaskInputs
 
 
 HEADS = 3
-NAMES = ("output", "query", "key", "value", "bias")
 
 
 @pytest.fixture(params=[(2**10, 5), (2**12, None), (2**19, None)], ids=["smallest blocks", "small blocks", "blocks"])
@@ -108,23 +108,6 @@ def formula(
     return (scores.softmax(-1) * factors).to(value.dtype) @ value
 
 
-def with_gradients(function, inputs, grad, dtype=None):
-    """Output and gradients of query, key, value and bias, by name; inputs keep their strides."""
-    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs]
-    output = function(*leaves)
-    gradients = torch.autograd.grad(output, leaves, grad.to(output.dtype))
-    return dict(zip(NAMES, (output.detach(), *gradients), strict=True))
-
-
-def assert_as_good_as_plain(results, plain, truth):
-    """The 2x rule: at most twice plain PyTorch's error against float64, plus a few units of the greatest number."""
-    unit = torch.finfo(results["output"].dtype).eps * max(1.0, *(each.abs().max().item() for each in truth.values()))
-    for name, got in results.items():
-        assert got.dtype == plain[name].dtype and got.isfinite().all(), name
-        error, allowed = ((values - truth[name]).abs().max().item() for values in (got, plain[name]))
-        assert error <= 2 * allowed + 8 * unit, (name, error, allowed, unit)
-
-
 def assert_right(ours, reference, inputs, grad, padding):
     """Both in the dtype of the inputs, and the reference in float64, by the 2x rule."""
     results, plain = (with_gradients(function, inputs, grad) for function in (ours, reference))
@@ -134,12 +117,11 @@ def assert_right(ours, reference, inputs, grad, padding):
         # same, and in float64 to 1.2e-7, which is also float32's eps.
         nothing, dtype = ~padding.any(-1), inputs[0].dtype
         unit = torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps
-        for name in NAMES[:4]:
-            got, want = results[name][nothing], plain[name][nothing]
-            assert not nothing.any() or (got - want).abs().max() <= 8 * unit * max(1.0, want.abs().max().item()), name
+        for got, want in zip(results[:4], plain, strict=False):
+            got, want = got[nothing], want[nothing]
+            assert not nothing.any() or (got - want).abs().max() <= 8 * unit * max(1.0, want.abs().max().item())
         results, plain, truth = (
-            {name: values if name == "bias" else values[~nothing] for name, values in tensors.items()}
-            for tensors in (results, plain, truth)
+            [*(values[~nothing] for values in given[:4]), given[4]] for given in (results, plain, truth)
         )
     assert_as_good_as_plain(results, plain, truth)
 
@@ -185,7 +167,7 @@ def test_a_bias_per_entry_equals_the_formula(case, dtype):
         grad = torch.zeros_like(grad)
         grad[0, :, -1] = 1.0
         last = torch.full((batch,), num_keys - 1)
-        moved = with_gradients(lambda *leaves: bias_attention(*leaves, alone, None, last), inputs, grad)["bias"]
+        moved = with_gradients(lambda *leaves: bias_attention(*leaves, alone, None, last), inputs, grad)[-1]
         assert (moved == 0).all()
 
 

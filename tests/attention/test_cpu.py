@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import covering, growth
-from test_attention import assert_as_good_as_plain, kept, with_gradients
+from exactness import with_gradients
+from test_attention import assert_right, kept
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
@@ -125,10 +126,10 @@ def test_every_level_of_vector_instructions(level, dtype, loaded):
             lambda *inputs, mask=mask, padding=padding: sparse_dot_product_attention(
                 *inputs, mask, padding, backend="sparse_cpu"
             ),
-            *(query, key, value, grad),
+            *((query, key, value), grad),
         )
         keep = kept(mask, length, padding)
-        assert_as_good_as_plain(results, query, key, value, grad, keep, about=f"{level} {length} {head_size}")
+        assert_right(results, query, key, value, grad, keep, about=f"{level} {length} {head_size}")
 
 
 FORMS = [
@@ -212,7 +213,7 @@ def test_toeplitz_forms_at_every_level(level, dtype, options, loaded):
             *(None, None, None, torch.tensor([0]), *flags),
             *(mask.diagonal is True, window, length, 0.0, head_size**-0.5),
         )
-        assert_as_good_as_plain([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
+        assert_right([output], query, key, value, grad, kept_entries, about=f"{length} {head_size}")
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
@@ -374,9 +375,7 @@ def test_threads_do_not_change_results(size, dropout):
     results = []
     for number in (1, 2, 7):
         torch.set_num_threads(number)
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        output = csr_attention(*leaves, *arguments)
-        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+        results.append(with_gradients(lambda *leaves: csr_attention(*leaves, *arguments), inputs, grad))
     for other in results[1:]:
         assert torch.equal(other[0], results[0][0])  # no sum of the forward is split
         torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-5)
@@ -594,10 +593,12 @@ def test_packed_sequences_get_what_they_get_alone(number):
     tensors = numbers(1, HEADS, 320, 8, count=4)
     padded = padded_copies(tensors, padding, places)
     results = []
-    for (*leaves, grad), arguments in ((tensors, together), (padded, apart)):
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        output = csr_attention(*leaves, *arguments)
-        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+    for (*inputs, grad), arguments in ((tensors, together), (padded, apart)):
+
+        def run(*leaves, arguments=arguments):
+            return csr_attention(*leaves, *arguments)
+
+        results.append(with_gradients(run, inputs, grad))
     for got, want in zip(*results, strict=True):
         expected = torch.zeros_like(got)
         for row, place in enumerate(places):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exactness import assert_as_good_as_plain, with_gradients
 from test_attention import kept
 from test_cpu import (  # noqa: F401
     HEADS,
@@ -55,26 +56,11 @@ def dense(query, key, value, bias, keep, real, keys=None, factors=1.0):
     return torch.cat([probabilities[..., :-1] * factors, probabilities[..., -1:]], -1).to(value.dtype) @ value
 
 
-def with_gradients(function, *tensors, dtype=None):
-    """Output and gradients of all tensors but the last, which is the gradient of the output."""
-    *inputs, grad = tensors
-    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
-
-
-def assert_as_good_as_plain(results, *tensors, about="", **mask):
-    """At most twice plain PyTorch's error in the same dtype against float64, plus a few units in the last place."""
-    grad = tensors[-1]
-    truth, plain = (
-        with_gradients(lambda *inputs: dense(*inputs, **mask), *tensors, dtype=dtype)
-        for dtype in (torch.float64, None)
+def assert_right(results, inputs, grad, about="", **mask):
+    plain, truth = (
+        with_gradients(lambda *inputs: dense(*inputs, **mask), inputs, grad, dtype) for dtype in (None, torch.float64)
     )
-    unit = torch.finfo(grad.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
-    for what, got, want, other in zip(NAMES, results, truth, plain, strict=True):
-        assert got.dtype == (torch.float32 if what == "bias" else grad.dtype) and got.isfinite().all(), (about, what)
-        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
-        assert error <= 2 * allowed + 4 * unit, (about, what, error, allowed, unit)
+    assert_as_good_as_plain(results, plain, truth, about)
     queries = slice(mask["real"].shape[1] - grad.shape[2], None)
     assert (results[0].transpose(1, 2)[~mask["real"][:, queries]] == 0).all(), about  # padded queries
 
@@ -192,14 +178,15 @@ def test_output_and_all_gradients(level, form, loaded):  # noqa: F811
         *states, grad = (each.to(dtype) for each in states)
         keys = keys_of(("all", "but special tokens", "holes", "none")[(length + len(form)) % 4], padding)
         bias, grad = torch.randn(HEADS), grad[:, :, length - number :]
-        results = with_gradients(attention(mask, padding, number, dropout=dropout, keys=keys), *states, bias, grad)
+        ours = attention(mask, padding, number, dropout=dropout, keys=keys)
+        results = with_gradients(ours, (*states, bias), grad)
         results[1] = results[1][:, :, length - number :]
         keep = kept(mask, length, padding)[:, :, length - number :]
         factors = factors_of(mask, padding, number, dropout) if dropout else 1.0
         states[0] = states[0][:, :, length - number :]
         about = f"{level} {length} {head_size}"
         entries = {"keep": keep, "real": padding, "keys": keys, "factors": factors}
-        assert_as_good_as_plain(results, *states, bias, grad, about=about, **entries)
+        assert_right(results, (*states, bias), grad, about, **entries)
 
 
 @pytest.mark.parametrize("form", ["table", "offsets", "tiles"])
@@ -255,7 +242,8 @@ def test_padding_changes_nothing(form, dtype):
     for each, what in zip(spoiled, (torch.nan, torch.nan, torch.inf, torch.nan), strict=True):
         each.transpose(1, 2)[~padding] = what
     bias = torch.randn(HEADS)
-    clean, got = (with_gradients(attention(mask, padding, 97), *some[:3], bias, some[3]) for some in (states, spoiled))
+    run = attention(mask, padding, 97)
+    clean, got = (with_gradients(run, (*inputs, bias), grad) for *inputs, grad in (states, spoiled))
     for one, other in zip(clean, got, strict=True):
         assert one.isfinite().all() and one.equal(other)
 
@@ -273,7 +261,7 @@ def test_threads_do_not_change_results(size, dropout):
     results = []
     for number in (1, 2, 7):
         torch.set_num_threads(number)
-        results.append(with_gradients(run, *states[:3], bias, states[3]))
+        results.append(with_gradients(run, (*states[:3], bias), states[3]))
     for other in results[1:]:
         for what, got, want in zip(NAMES, other, results[0], strict=True):
             if what in ("query", "key", "value") and size[1] == 1:
@@ -299,7 +287,7 @@ def test_packed_sequences_get_what_they_get_alone(number):
         def run(*inputs, where=where):
             return csr_attention(*inputs[:3], *apart[:5], where, inputs[3], keys, *apart[8:])
 
-        results.append(with_gradients(run, *states[:3], bias, states[3]))
+        results.append(with_gradients(run, (*states[:3], bias), states[3]))
     (*packed, of_bias), (*alone, want_of_bias) = results
     torch.testing.assert_close(of_bias, want_of_bias)
     for got, want in zip(packed, alone, strict=True):

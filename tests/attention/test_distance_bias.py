@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_attention import kept, serving, with_gradients
+from exactness import assert_as_good_as_plain, with_gradients
+from test_attention import kept, serving
 from test_rest import HEADS, MASKS, formula, padding_of
 
 from sparsebert import SparseMask, sparse_dot_product_attention
@@ -27,14 +28,6 @@ CASES = (
 ONES = SparseMask(torch.ones(HEADS, 16).bool(), 16, "offsets")
 
 
-def assert_as_good(got, want, plain, dtype):
-    """At most twice plain PyTorch's error in the same dtype against float64, plus a few units in the last place."""
-    for each, exact, other in zip(got, want, plain, strict=True):
-        unit = torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
-        error, allowed = (each - exact).abs().max(), (other - exact).abs().max()
-        assert each.isfinite().all() and error <= 2 * allowed + 16 * unit, (error, allowed)
-
-
 @pytest.mark.parametrize(
     ("name", "mask"),
     [*((name, mask) for name in NAMES for mask in (*MASKS, "empty")), *((each, "table") for each in UNTRAINED)],
@@ -46,9 +39,10 @@ def test_equals_softmax_of_the_sum(name, mask):
     for rest, padding, size, dtype in CASES if name in NAMES else CASES[1:]:
         mask = mask.replace(rest=rest, rest_bias=torch.randn(1, HEADS) if rest == "mean" else None)
         padding = padding_of(padding)
-        inputs = torch.randn(4, 3, HEADS, LENGTH, size).to(dtype)
+        *inputs, grad = torch.randn(4, 3, HEADS, LENGTH, size).to(dtype)
+        inputs.append(bias)
         truth = partial(formula, keep=kept(mask, LENGTH, padding, batch=3), padding=padding, mask=mask)
-        want, plain = (with_gradients(truth, *inputs, wide, bias) for wide in (torch.float64, dtype))
+        plain, want = (with_gradients(truth, inputs, grad, wide) for wide in (dtype, torch.float64))
 
         def attention(query, key, value, bias, mask=mask, padding=padding):
             return sparse_dot_product_attention(
@@ -56,10 +50,11 @@ def test_equals_softmax_of_the_sum(name, mask):
             )
 
         if name in NAMES:
-            assert_as_good(with_gradients(attention, *inputs, dtype, bias), want, plain, dtype)
+            results = with_gradients(attention, inputs, grad, dtype)
         else:
             with torch.no_grad():
-                assert_as_good([attention(*inputs[:3], bias.to(dtype))], want[:1], plain[:1], dtype)
+                results = [attention(*inputs[:3], bias.to(dtype))]
+        assert_as_good_as_plain(results, plain, want)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ def test_many_queries_at_a_time(name, fields):
                 )
 
         want = run(torch.float64, "sparse_eager")
-        assert_as_good([run(dtype, name)], [want], [run(dtype, "sparse_eager")], dtype)
+        assert_as_good_as_plain([run(dtype, name)], [run(dtype, "sparse_eager")], [want])
 
 
 @pytest.mark.parametrize("name", serving(needs=NEEDS, dropout=True))
@@ -111,10 +106,10 @@ def test_dropout(name):
     factors = seen / scores(query, key, bias).softmax(-1)
     torch.testing.assert_close(factors, 4 / 3 * (factors > 1), atol=1e-3, rtol=1e-3)
     assert 0.15 < (factors < 1).float().mean() < 0.35
-    got = with_gradients(attention, query, key, value, grad, None, bias)
+    got = with_gradients(attention, (query, key, value, bias), grad)
     want = with_gradients(
         lambda query, key, value, bias: scores(query, key, bias).softmax(-1) * (4 / 3 * (factors > 1)) @ value,
-        *(query, key, value, grad, None, bias),
+        *((query, key, value, bias), grad),
     )
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from exactness import assert_as_good_as_plain, with_gradients
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
@@ -234,7 +235,6 @@ def test_large_scores_of_a_mask_that_is_learned_do_not_overflow():
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_reference_is_as_good_as_that_of_transformers(size, dtype, factor):
-    """At most as far from float64, and twice as far for the gradients, as eager attention there."""
     tensors = torch.randn(4, 2, HEADS, 40, size)
     tensors[0] *= factor
     mask = SparseMask(torch.ones(HEADS, 40, 40, dtype=torch.bool), 40)
@@ -247,11 +247,6 @@ def test_reference_is_as_good_as_that_of_transformers(size, dtype, factor):
         module.num_key_value_groups = 1
         return eager_attention_forward(module, *leaves, None, scaling=size**-0.5)[0].transpose(1, 2)
 
-    results = []
-    for function, kind in ((ours, dtype), (stock, dtype), (stock, torch.float64)):
-        leaves = [leaf.to(dtype).to(kind).requires_grad_() for leaf in tensors[:3]]
-        output = function(*leaves)
-        results.append([output, *torch.autograd.grad(output, leaves, tensors[3].to(dtype).to(kind))])
-    for got, other, want in zip(*results, strict=True):
-        errors = [(each.double() - want).abs().max().item() for each in (got, other)]
-        assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps * want.abs().max().item()
+    *inputs, grad = tensors.to(dtype)
+    plain, truth = (with_gradients(stock, inputs, grad, kind) for kind in (dtype, torch.float64))
+    assert_as_good_as_plain(with_gradients(ours, inputs, grad), plain, truth, units=1)

@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_attention import kept, serving, with_gradients
+from exactness import assert_as_good_as_plain, with_gradients
+from test_attention import kept, serving
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 from sparsebert import MaskFileError, SparseMask, attach, load, sparse_dot_product_attention
@@ -99,18 +100,15 @@ def test_rest_equals_one_more_key(name, mask, padding, turn):
     query, key, value, grad = torch.randn(4, 3, HEADS, 33, size).to(dtype)
     table = kept(mask, 33, padding, batch=3)
     truth = partial(formula, keep=table, padding=padding, mask=mask)
-    want, plain = (with_gradients(truth, query, key, value, grad, wide) for wide in (torch.float64, None))
+    plain, want = (with_gradients(truth, (query, key, value), grad, wide) for wide in (None, torch.float64))
 
     attention = partial(sparse_dot_product_attention, mask=mask, padding=padding, backend=name)
     if name in TRAINED:
-        got = with_gradients(attention, query, key, value, grad)
+        got = with_gradients(attention, (query, key, value), grad)
     else:
         with torch.no_grad():
             got = [attention(query, key, value)]
-    unit = torch.finfo(dtype).eps * max(1.0, *(each.abs().max().item() for each in want))
-    for each, exact, other in zip(got, want, plain, strict=False):
-        error, allowed = (each - exact).abs().max(), (other - exact).abs().max()
-        assert each.isfinite().all() and error <= 2 * allowed + 16 * unit
+    assert_as_good_as_plain(got, plain, want)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if name != "sparse_sdpa"])

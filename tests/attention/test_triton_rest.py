@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from exactness import assert_as_good_as_plain, with_gradients
 from test_attention import case_of, kept, laid_out, make_mask, make_padding, named
 from test_triton import Recorded, poison, use_lists  # noqa: F401
 
@@ -72,14 +73,6 @@ def formula(query, key, value, own_key=None, own_value=None, own_score=None, dis
     return (kept_weights @ value + weights[..., -1:] * own_value[:, :, None]).to(query.dtype)
 
 
-def results_of(function, tensors, grad, dtype=None):
-    """Output and gradients, by name; those of the tensors that are there."""
-    leaves = {name: each.detach().to(dtype or each.dtype).requires_grad_() for name, each in tensors.items()}
-    output = function(**leaves)
-    grads = torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))
-    return {"output": output.detach()} | dict(zip(leaves, grads, strict=True))
-
-
 class Problem:
     """A mask, states, and a rest, a bias per distance or both (`terms`); `attention` is that of the kernels."""
 
@@ -122,14 +115,18 @@ class Problem:
 
     def check(self):
         plainly = partial(formula, keep=self.keep, real=self.real, factors=self.factors())
-        got = results_of(self.attention, self.tensors, self.grad)
-        truth = results_of(plainly, self.tensors, self.grad, torch.float64)
-        plain = results_of(plainly, self.tensors, self.grad)
-        unit = torch.finfo(self.case.dtype).eps * max(1.0, *(each.abs().max().item() for each in truth.values()))
-        for what, exact in truth.items():
-            error, allowed = ((each[what] - exact).abs().max().item() for each in (got, plain))
-            assert got[what].isfinite().all() and error <= 2 * allowed + 8 * unit, (what, error, allowed, unit)
-        assert (got["output"].transpose(1, 2)[~self.real] == 0).all()
+        results = self.with_gradients(self.attention)
+        plain, truth = (self.with_gradients(plainly, dtype) for dtype in (None, torch.float64))
+        assert_as_good_as_plain(results, plain, truth)
+        assert (results[0].transpose(1, 2)[~self.real] == 0).all()
+
+    def with_gradients(self, function, dtype=None):
+        """Output and gradients of the tensors that there are, in their order."""
+
+        def named(*leaves):
+            return function(**dict(zip(self.tensors, leaves, strict=True)))
+
+        return with_gradients(named, self.tensors.values(), self.grad, dtype)
 
 
 @pytest.mark.parametrize("fields", SHORT, ids=named)
@@ -146,12 +143,12 @@ def test_kernels_on_lists(fields, monkeypatch):
 def test_the_operator_does_the_same():
     """What is recorded is an operator, whose gradients include those of the rest and of the distances."""
     problem = Problem(length=20, mask="dam_s", padding="right", terms="both")
-    plain = results_of(problem.attention, problem.tensors, problem.grad)
+    plain = problem.with_gradients(problem.attention)
     with Recorded() as recorded:
-        results = results_of(problem.attention, problem.tensors, problem.grad)
+        results = problem.with_gradients(problem.attention)
     assert sum("tile_attention" in name for name in recorded.names) == 2
-    del results["distances"], plain["distances"]  # summed in an order that varies
-    assert all(torch.equal(results[name], want) for name, want in plain.items())
+    # All but those of the distances, the last, which are summed in an order that varies.
+    assert all(map(torch.equal, results[:-1], plain[:-1]))
 
 
 def test_what_adds_to_a_gradient_is_not_timed(monkeypatch):
@@ -166,7 +163,7 @@ def test_what_adds_to_a_gradient_is_not_timed(monkeypatch):
     monkeypatch.setattr(backend, "launch", launch)
     dtype = torch.bfloat16 if CUDA else torch.float32  # on GPUs float32 has one configuration
     problem = Problem(length=9, mask="dam_s", head_size=128, terms="distances", dtype=dtype)
-    results_of(problem.attention, problem.tensors, problem.grad)
+    problem.with_gradients(problem.attention)
     assert numbers[True] == 1 < numbers[False]
 
 

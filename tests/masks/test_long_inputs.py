@@ -7,10 +7,12 @@ Letters: B batch, H heads, n queries, d head size, K parameters.
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from conftest import TINY, covering, growth
+from exactness import with_gradients
 
 from sparsebert import SparseBertModel, SparseMask, plan, sparse_dot_product_attention
 from sparsebert.attention.kernels.cpu import signed_offsets, unavailable
@@ -53,9 +55,8 @@ def paddings(length):
 
 def results(mask, padding, inputs, grad, **arguments):
     torch.manual_seed(7)
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    output = sparse_dot_product_attention(*leaves, mask, padding, layer=1, backend="sparse_cpu", **arguments)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+    arguments |= {"layer": 1, "backend": "sparse_cpu"}
+    return with_gradients(partial(sparse_dot_product_attention, mask=mask, padding=padding, **arguments), inputs, grad)
 
 
 @pytest.mark.parametrize(
