@@ -50,7 +50,9 @@ def overview(verbs: Mapping[str, str]) -> str:
     lines += [f"  {verb:<11} {summary}" for verb, summary in verbs.items()]
     lines += ["", "sparsebert VERB --help     what a verb does, examples, its fields"]
     lines += ["sparsebert VERB --help-all every field explained", "sparsebert --version", ""]
-    lines += ["Exit codes: 0 done, 1 failed while running, 2 wrong command line, recipe or input, 130 or 143 stopped."]
+    lines += [
+        "Exit codes: 0 done, 1 failed while running, 2 wrong command line, recipe or input, 129, 130 or 143 stopped."
+    ]
     return "\n".join(lines)
 
 
@@ -64,7 +66,7 @@ def verb_help(verb: str, command: Command, everything: bool) -> str:
         parts.append(_wrapped(f"recipes: {', '.join(recipes)}, or the path of one"))
     for section, cls in command.sections.items():
         if everything:
-            parts += _explained_fields(section, cls, command.excluded.get(section, ()))
+            parts += _explained_fields(section, cls, command)
         elif cls is not Printing:
             parts.append("\n".join([f"{section}:", *_listed_fields(section, cls, command)]))
     if not everything:
@@ -76,13 +78,16 @@ def _is_ours(cls):
     return is_dataclass(cls) and not cls.__module__.startswith("transformers.")
 
 
-def _explained_fields(section: str, cls: type, excluded: Iterable[str]) -> Iterator[str]:
+def _explained_fields(section: str, cls: type, command: Command) -> Iterator[str]:
     kinds = [kind for kind in cls.__mro__ if is_dataclass(kind)]
     yield from (f"{section}: {inspect.getdoc(kind)}" for kind in kinds if _is_ours(kind))
     if host := next((kind for kind in kinds if not _is_ours(kind)), None):
         names = ", ".join(item.name for item in fields(host) if item.init)
         yield _wrapped(f"{section}: the fields of transformers' {host.__name__}: {names}")
-    if excluded:
+    if own := command.defaults.get(section):
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in own.items() if value is not None)
+        yield _wrapped(f"{section}: defaults that differ here: {shown}")
+    if excluded := command.excluded.get(section):
         yield f"{section}: not to be set here: {', '.join(excluded)}"
 
 

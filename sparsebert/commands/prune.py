@@ -11,7 +11,7 @@ same command is run again, it continues where it stopped.
 from ..files import locked_output
 from ..learning.mask_description import STATE_FIELDS
 from ..recipe_files import load_recipe
-from ..training.finetuning.finetuning_runs import SECTIONS
+from ..training.finetuning.finetuning_runs import DEFAULTS, SECTIONS
 from ..training.pruning.pruning_run import PruningArguments, prune_run, pruning_table
 from ._command import Command, Results, advising
 
@@ -29,7 +29,8 @@ def command(words):
         "RUN --output_dir DIR --finetune finetune_small --task rte --model DIR2",
     )
     excluded = {"data": _EXCLUDED, "model": (*STATE_FIELDS, "allow_empty_rows"), "training": ("output_dir",)}
-    return Command(run, {"pruning": PruningArguments, **SECTIONS}, examples, "RUN", excluded=excluded)
+    sections = {"pruning": PruningArguments, **SECTIONS}
+    return Command(run, sections, examples, "RUN", excluded=excluded, defaults=DEFAULTS)
 
 
 def run(values):

@@ -112,9 +112,13 @@ class FinetuningArguments(CheckedFields, HubArguments):
     overwrite: bool = False
 
 
+# Fields of section `training` unless they or the task say otherwise.
+UNLESS_SET = {"save_strategy": "no"}
+
+
 def training_fields(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> dict[str, Any]:
     """The section `training` of a run on a task, with the task's settings for fields that are not set."""
-    return {"save_strategy": "no"} | task.settings | fields | {"output_dir": os.fspath(output_dir)}
+    return UNLESS_SET | task.settings | fields | {"output_dir": os.fspath(output_dir)}
 
 
 def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ...analysis.reporting.reports import read_metrics, report_tables
 from ...analysis.statistics import summarize
+from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
 from ...file_kinds import kind_of
 from ...files import (
@@ -35,7 +36,7 @@ from ...recipe_files import write_recipe
 from ..runs.run_cards import add_finetuning
 from ..runs.run_folders import resume_from
 from .comparison import check_baseline, compare
-from .finetuning_arguments import FinetuningArguments
+from .finetuning_arguments import UNLESS_SET, FinetuningArguments
 from .finetuning_plan import Plan, cells_of, check_runs_folder, layout_of, read_plan
 from .single_run import run_or_read
 from .task_data import MissingSplitError, TaskData, prepare
@@ -44,6 +45,8 @@ from .task_data import MissingSplitError, TaskData, prepare
 logger = logging.get_logger(__name__)
 
 SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": TrainingArguments}
+# Defaults of the sections that differ from those of their classes; `None` is chosen by the task.
+DEFAULTS = {"training": UNLESS_SET | {name: None for task in TASKS.values() for name in task.settings}}
 
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 

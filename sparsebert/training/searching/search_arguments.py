@@ -72,7 +72,8 @@ SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 class PostHocArguments(CheckedFields, HubArguments):
     """
     Section `data` of a post-hoc search; `revision` and `subfolder` are those of `model`. Section `model` describes
-    the mask: `target_sparsity` (required), `search`, `share_layers`, `block_size`, ...
+    the mask: `target_sparsity` (required, but for the device target `"gpu"` or a saved mask), `search`,
+    `share_layers`, `block_size`, ...
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
@@ -93,7 +94,7 @@ class PostHocArguments(CheckedFields, HubArguments):
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
             to `max_length`, as a classifier of documents gets them.
         device_target (`str`): The device that the mask is for: `"cpu"`, or `"gpu"` to search for whole tiles, `dam_b`
-            with a `target_sparsity` of 0.8, unless section `model` gives other values of these.
+            with a `target_sparsity` of 0.8 unless another is given; other searches are refused.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
