@@ -26,7 +26,7 @@ from ..learning.mask_description import SEARCH_FIELDS, MaskFields
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
-from ..masks.shipped import shipped_folder
+from ..masks.shipped import SHIPPED, shipped_folder
 from ..masks.sparse_mask import SparseMask
 from ..models.bert.configuration_sparsebert import SparseBertConfig
 from ..models.bert.modeling_sparsebert import SparseBertModel
@@ -262,9 +262,9 @@ def is_pattern(source: str) -> bool:
         if Path(source, MASK_CONFIG_NAME).is_file():
             raise ValueError(f"{source} is a pattern, and a folder with a mask here: write ./{source} for the folder")
         return True
-    if Path(source).is_dir() or "/" in source:
+    if Path(source).is_dir() or "/" in source or source in SHIPPED:
         return False
-    raise nearest("pattern, folder or Hub id (owner/name)", source, list(PATTERNS))
+    raise nearest("pattern, folder or Hub id (owner/name)", source, [*PATTERNS, *SHIPPED])
 
 
 def find_mask(

@@ -80,11 +80,11 @@ def run(values):
     check_alone(output, "choose another output_dir", weights_and_checkpoints(output))
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     check_not_a_module(source, **hub_arguments)
+    texts = None if options.data is None else first_texts(options.data, options.num_texts)
     with written_whole(options.output_dir, options.overwrite) as folder:
         model = load_any(source, **hub_arguments)
         of_text = model.main_input_name == "input_ids"
         tokenizer = read_tokenizer(source, model.config, **hub_arguments) if of_text else None
-        texts = None if options.data is None else first_texts(options.data, options.num_texts)
         compile(model, options.engine, options.precision, texts, tokenizer, options.min_cosine)
         write_compiled(model, folder)
         if tokenizer is not None:

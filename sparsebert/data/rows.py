@@ -64,7 +64,7 @@ class TokenizedText:
 
     def __iter__(self) -> Iterator[Piece]:
         stream = self._units()
-        begun = False  # whether the present document has a token
+        begun, documents = False, 0  # whether the present document has a token, and how many have ended
         progress = tqdm(
             desc="Tokenizing", total=self._max_tokens, unit="token", unit_scale=True,
             disable=True if self._quiet else None,
@@ -90,7 +90,9 @@ class TokenizedText:
                 self._unknown += int(np.count_nonzero(ids == self._tokenizer.unk_token_id))
                 progress.update(len(ids))
                 yield Piece(ids, np.frombuffer(sizes, dtype=np.int32), ends)
-                if self._max_tokens is not None and self._tokens >= self._max_tokens:
+                documents += len(ends)
+                enough = documents + begun > 1 or not self._sentences  # pairs of sentences need a second document
+                if enough and self._max_tokens is not None and self._tokens >= self._max_tokens:
                     break
 
     def _encode(self, texts: list[str]) -> list[list[int]]:

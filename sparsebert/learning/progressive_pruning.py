@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..attention.backends import BACKENDS
 from ..attention.model_masks import sparse_attention_of
 from ..checks import check_choice, check_range, nearest
-from ..masks.expansion import table_policy
+from ..masks.expansion import fixed_entries, table_policy
 from ..masks.sparse_mask import SparseMask
 from .attention_scores import AttentionScores
 from .budget import scheduled
@@ -62,6 +62,16 @@ SCORES: dict[str, Callable[[LearnedMask], torch.Tensor] | None] = {
 }
 
 
+def _fixed(mask):
+    return fixed_entries(mask.length, mask.special_tokens, mask.diagonal, mask.special_rows)
+
+
+def _least_kept(mask, allow_empty_rows):
+    """Number of entries per head that pruning cannot remove: the fixed ones, and one key for every query."""
+    on = _fixed(mask) == 1
+    return int(on.sum() + (0 if allow_empty_rows else (~on.any(-1)).sum()))
+
+
 class ProgressivePruning(TrainerCallback):
     """
     Removes attention entries while a model trains. After the last pruning step the mask is frozen, and training
@@ -71,7 +81,8 @@ class ProgressivePruning(TrainerCallback):
     With a search (`score` `"probs"` or `"logits"`) the logits are trained together with the weights, by the
     straight-through gradient of P and without a penalty. Without a search (`"attention"`) the model has the pattern
     `"dense"`, and the score of an entry is its mean attention probability over the batches since the last pruning
-    step. All layers share a mask if `share_layers` is set in the configuration.
+    step. All layers share a mask if `share_layers` is set in the configuration, as it is by default, and always in
+    fine-tuning.
 
     Args:
         final_sparsity (`float`): Fraction of entries removed in the end, in (0, 1).
@@ -166,7 +177,7 @@ class ProgressivePruning(TrainerCallback):
         if search is not None and search.mask_form == "multiplicative":
             raise ValueError("pruning: mask_form must be 'additive' or 'log', got 'multiplicative'")
         length = config.mask_length
-        kept = length * (not config.allow_empty_rows) if search is None else search.least_kept
+        kept = _least_kept(sparse_attention.mask, config.allow_empty_rows) if search is None else search.least_kept
         if self.final_sparsity > 1 - kept / length**2:
             raise ValueError(
                 f"pruning: final_sparsity {self.final_sparsity} cannot be reached: special tokens, a kept diagonal "
@@ -247,20 +258,18 @@ class ProgressivePruning(TrainerCallback):
         if config.share_layers:
             scores = scores.mean(0, keepdim=True)
         index = torch.arange(mask.length**2).view(mask.length, mask.length)
-        learned = torch.full_like(index, -1)
         kept, scores = mask.to_table().expand_as(scores), scores.cpu()
         kept = prune(
-            kept.flatten(2), scores.flatten(2), index, learned, sparsity, self.scope, config.allow_empty_rows
+            kept.flatten(2), scores.flatten(2), index, _fixed(mask), sparsity, self.scope, config.allow_empty_rows
         ).view_as(kept)
-        sparse_attention.set_mask(
-            SparseMask(
-                kept,
-                mask.length,
-                last_token=mask.last_token,
-                length_policy=table_policy(mask.length_policy),
-                metadata={"base_model": sparse_attention.carrier.name or None, "pruning": self.settings},
-            )
+        pruned = mask.replace(
+            keep=kept,
+            form="table",
+            length_policy=table_policy(mask.length_policy),
+            rest_bias=None if mask.rest_bias is None else mask.rest_bias.expand(len(kept), -1),
+            metadata={"base_model": sparse_attention.carrier.name or None, "pruning": self.settings},
         )
+        sparse_attention.set_mask(pruned)
         self._attention.clear()
 
     def _freeze(self, sparse_attention, optimizer, output):

@@ -94,6 +94,8 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     name = str(name)
     if name in SEARCHES:
         raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask it found")
+    if name in PATTERNS and not Path(name).is_dir():
+        raise ValueError(f"mask {name!r} is a pattern: give it as the pattern, or the folder or Hub id of a mask")
     name = shipped_folder(name)
     # A Hub id has a slash.
     if not {"/", "\\"} & {*name} and not Path(name).is_dir():

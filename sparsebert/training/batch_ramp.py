@@ -44,6 +44,8 @@ class BatchRamp(TrainerCallback):
                 f"batch_ramp {self._end} needs one process, or accelerator_config with gradient_accumulation_kwargs "
                 "sync_each_batch true (and no DeepSpeed)"
             )
+        if self._trainer.updates_logits_apart:
+            raise ValueError(f"batch_ramp {self._end} has no meaning while a search runs under FSDP: leave it out")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The Trainer divides the loss of each batch by this number, which is smaller at the end of an epoch.

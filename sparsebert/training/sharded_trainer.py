@@ -109,6 +109,11 @@ class ShardedTrainer(Trainer):
             self._replicated.learning_rate = optimizer.param_groups[0]["lr"]
         return super().training_step(*args, **kwargs)
 
+    @property
+    def updates_logits_apart(self) -> bool:
+        """Whether the logits of a search are not among the parameters that the engine updates."""
+        return self._replicated is not None
+
     def _reduced_logits(self):
         """The gradient of the logits, averaged over the processes, or nothing."""
         if self._replicated is None:

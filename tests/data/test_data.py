@@ -269,6 +269,12 @@ class TestNextSentence:
         rows = pretraining_dataset(documents, word_tokenizer, 23, nsp=True, short_seq_prob=0.0)["input_ids"][:]
         assert all(len({row[place] for row in rows}) > 3 for place in (1, -2)) and max(map(len, rows)) == 23
 
+    def test_long_documents_under_a_limit(self, word_tokenizer):
+        """Reading stops when the second document has begun."""
+        documents = [[" ".join(f"w{i % 40}" for i in range(30))] * 3000 for _ in range(3)]
+        rows = pretraining_dataset(documents, word_tokenizer, 32, nsp=True, max_tokens=1000)["input_ids"][:]
+        assert 900 < sum(map(len, rows)) <= 1000
+
     def test_arguments(self, tokenizer):
         def rows(number=20, **settings):
             return pretraining_dataset(make_documents(number), tokenizer, 64, nsp=True, **settings)["input_ids"][:]

@@ -104,10 +104,11 @@ def test_the_seed_draws_the_modules_that_are_held_out_and_the_examples_to_train_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": ("email",)}, "labels must be at least two"),
+        ({"labels": 5}, "labels must be at least two"),
         ({"labels": ("email", "email")}, "labels must be at least two"),
-        ({"train_size": 2}, "train_size must be at least the number of labels, 3, got 2"),
-        ({"validation_size": 0}, "validation_size must be at least"),
+        ({"train_size": 2}, "train_size must be an integer of at least 3, got 2"),
+        ({"validation_size": "x"}, "validation_size must be an integer of at least 3, got 'x'"),
+        ({"seed": -1}, "seed must be an integer from 0 to 4294967295, got -1"),
         ({"labels": ("email", "nothing")}, "package 'nothing' has 0 modules"),
     ],
 )

@@ -257,6 +257,17 @@ def test_one_budget_for_all_heads(score, tmp_path):
     assert mask.sparsity == pytest.approx(0.65, abs=0.01) and max(removed) - min(removed) > 0.03
 
 
+def test_pruning_by_attention_keeps_what_else_the_mask_says(tmp_path):
+    """A kept diagonal, and a rest with its bias."""
+    model = model_of("dense", diagonal="keep", rest="mean", share_layers=False, allow_empty_rows=True)
+    model.set_mask(model.sparse_attention.mask.replace(rest_bias=torch.ones(1, 4)))
+    train(tmp_path, model, {"score": "attention"}, max_steps=4)
+    mask = SparseMask.from_pretrained(tmp_path / "checkpoint-4")
+    assert mask == model.sparse_attention.mask and mask.sparsity == pytest.approx(0.65, abs=0.01)
+    assert (mask.diagonal, mask.rest) == (True, "mean") and mask.rest_bias.equal(torch.ones(2, 4))
+    assert mask.to_table().diagonal(dim1=-2, dim2=-1).all()
+
+
 def negate_queries(model):
     """Let every query attend least to what it has attended to most."""
     with torch.no_grad():

@@ -132,6 +132,24 @@ def test_seeds_are_averaged(recipe, tmp_path):
     assert set(metrics["seeds"]) == {"3", "5"}
 
 
+def test_a_metric_that_is_not_finite_does_not_stop_the_summary(recipe, tmp_path):
+    """In a file it is null."""
+    folder = finetune(recipe(seeds=2))
+    metrics = metrics_of(folder / "seed-43")
+    metrics["splits"]["validation"]["loss"] = None
+    (folder / "seed-43/metrics.json").write_text(json.dumps(metrics))
+    finetune(recipe(seeds=2))
+    splits = metrics_of(folder)["splits"]["validation"]
+    assert splits["loss"]["mean"] is None and splits["accuracy"]["mean"] is not None
+
+
+def test_a_baseline_is_not_the_output_folder(recipe):
+    folder = finetune(recipe())
+    with pytest.raises(ValueError, match="is the folder of baseline, which would be replaced"):
+        finetune(recipe(baseline=str(folder), overwrite=True))
+    assert metrics_of(folder)
+
+
 def test_a_seed_gives_the_same_run_alone_or_among_others(recipe, tmp_path):
     finetune(recipe(seeds=[1, 2]))
     alone = finetune(recipe({"output_dir": str(tmp_path / "alone")}, seeds=[2]))

@@ -635,6 +635,13 @@ def test_what_libraries_say_of_a_full_disk(tmp_path, error, said):
         raise error
 
 
+def test_a_checkpoint_that_fails_for_any_reason_is_removed(tmp_path):
+    with pytest.raises(KeyError, match="weights"), whole_checkpoint(tmp_path / "checkpoint-1"):
+        (tmp_path / "checkpoint-1").mkdir()
+        raise KeyError("weights")
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
 def test_a_run_that_fails_removes_only_what_it_has_half_written(tmp_path):
     files = {"rows.json": b'{"a": 1}\n{"b": 2}\n', "corpus.bin": b"\1\2"}
     for name, content in files.items():

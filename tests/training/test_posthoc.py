@@ -300,6 +300,8 @@ def test_agreement():
         agreement(model, {"own": None}, ROWS, stock, tokenizer, seed)["own"]["mlm_loss"] for seed in (0, 1)
     )
     assert again == pytest.approx(report["own"]["mlm_loss"], rel=1e-6) and abs(other - again) > 1e-4
+    special = torch.full((1, LENGTH), tokenizer.cls_token_id)  # which is never masked
+    assert "mlm_loss" not in agreement(model, {"own": None}, special, stock, tokenizer)["own"]
 
 
 def test_rows_count_alike_in_batches_of_any_size():

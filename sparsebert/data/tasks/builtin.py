@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
+from ...checks import LARGEST_SEED, check_range
 from ..builtin_corpus import Document, builtin_documents
 from .classification import accuracy_and_macro_f1
 from .task_files import choose_sources
@@ -76,12 +77,12 @@ def load(
 
     rows: dict[str, list[dict]] = {"train": [], "validation": []}
     splits = list(choose_sources(rows, splits, rows, "builtin", ""))
-    labels = tuple(labels)
+    check_range("seed", seed, 0, LARGEST_SEED)
+    labels = tuple(labels) if isinstance(labels, (list, tuple)) else (str(labels),)
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"labels must be at least two different packages, got {labels}")
     for name, size in (("train_size", train_size), ("validation_size", validation_size)):
-        if size < len(labels):
-            raise ValueError(f"{name} must be at least the number of labels, {len(labels)}, got {size}")
+        check_range(name, size, len(labels))
     if documents is None:
         documents = builtin_documents()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ...checks import check_range, nearest, no_effect
+from ...checks import LARGEST_SEED, check_range, nearest, no_effect
 from ..documents import hub_source
 from .classification import text_types
 from .task_files import (
@@ -101,6 +101,7 @@ def load(
             raise no_effect(field, value, f"for {data}, which has a split 'validation'")
     validation_share, split_seed = 0.1 if validation_share is None else validation_share, split_seed or 0
     check_range("validation_share", validation_share, 0.001, 0.999, float)
+    check_range("split_seed", split_seed, 0, LARGEST_SEED)
     if splits is None:
         splits = [split for split in _CANONICAL if split in sources or split == "validation"]
     makes_validation = "validation" in splits and "validation" not in sources

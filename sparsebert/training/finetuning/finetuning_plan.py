@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from ...checks import nearest, no_effect
 from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE
-from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir
+from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_other_folder, check_output_dir
 from ...recipe_files import convert, read_stored_recipe
 from ..runs.run_checks import read_seeds
 from ..runs.run_folders import choose_folder
@@ -51,6 +51,7 @@ def read_plan(recipe: dict[str, dict[str, Any]]) -> Plan:
         raise no_effect("sweep: num_train_epochs", grid["num_train_epochs"], "with max_steps, which ends every run")
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     check_kept(output, "model", options)
+    check_other_folder(output, baseline=options.baseline)
     arguments, *_ = [
         training_arguments(recipe["training"] | settings, output, TASKS[name])
         for name in (GLUE if options.all else [str(options.task)])
@@ -66,6 +67,8 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
         raise ValueError("choose --task NAME or --all; the tasks are " + ", ".join(TASKS))
     if options.task is not None and options.task not in TASKS:
         raise nearest("task", str(options.task), list(TASKS))
+    if options.validation_split == []:
+        raise ValueError("validation_split must name a split, got []")
     tasks = list(GLUE) if options.task is None else [options.task]
     for length in sorted({options.max_length or TASKS[name].max_length for name in tasks}):
         if options.pad_to_multiple_of is not None and length % options.pad_to_multiple_of:

@@ -7,6 +7,7 @@ Finished runs are read from their folders, not repeated, see [`run_or_read`].
 import io
 import math
 import zipfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,14 +203,19 @@ def _aggregate(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for folder, run in runs.items()
     }
     metrics["splits"] = {
-        split: {name: summarize([run["splits"][split][name] for run in runs.values()]) for name in values}
+        split: {name: _summary(run["splits"][split][name] for run in runs.values()) for name in values}
         for split, values in first["splits"].items()
     }
-    score = summarize([run["score"] for run in runs.values()])
+    score = _summary(run["score"] for run in runs.values())
     metrics |= {"score": score["mean"], "score_std": score.get("std")}
     for name in ("train_seconds", "seconds"):
-        metrics[name] = summarize([run[name] for run in runs.values()])["mean"]
+        metrics[name] = _summary(run[name] for run in runs.values())["mean"]
     return metrics
+
+
+def _summary(values: Iterable[float | None]) -> dict[str, Any]:
+    """A summary of numbers from metrics files, where `None` stands for one that is not finite."""
+    return summarize([math.nan if value is None else value for value in values])
 
 
 def _score(run: dict[str, Any]) -> float:

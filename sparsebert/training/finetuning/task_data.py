@@ -123,7 +123,7 @@ def _load_arguments(task: Task, options: FinetuningArguments, train: str, splits
             raise no_effect(name, getattr(options, name), f"for task {task.name}, whose columns have their names")
     if "train_split" in accepted:
         arguments["train_split"] = train
-    allowed = accepted - arguments.keys() - {"name"}
+    allowed = accepted - arguments.keys() - {"name", "documents"}
     if unknown := set(options.task_kwargs or ()) - allowed:
         raise ValueError(f"task_kwargs of {task.name} may be {', '.join(sorted(allowed)) or 'none'}, got {unknown}")
     return arguments | (options.task_kwargs or {})

@@ -15,6 +15,7 @@ from ...checks import (
     check_choice,
     check_effects,
     interval,
+    nearest,
     no_effect,
     number,
 )
@@ -142,6 +143,13 @@ _NO_EFFECT: Effects = (
 )
 
 
+def _metric_names(data: PretrainingArguments, model: dict[str, Any]) -> list[str]:
+    """Names of the values that a model may be evaluated by; one to go on from may be causal."""
+    causal, masked = ("lm_loss", "perplexity"), ("mlm_loss", "mlm_accuracy", *(["nsp_accuracy"] if data.nsp else []))
+    names = causal if model.get("is_decoder") else masked if data.base_model is None else (*masked, *causal)
+    return ["loss", *names]
+
+
 def check_pretraining(data: PretrainingArguments, model: dict[str, Any], training: TrainingArguments) -> None:
     """Check a recipe: `data` has checked its own fields, and `training` is from [`read_training`]."""
     check_effects(_NO_EFFECT, data, model)
@@ -158,6 +166,11 @@ def check_pretraining(data: PretrainingArguments, model: dict[str, Any], trainin
             "label_smoothing_factor must be 0 with nsp true, whose two losses only the model can compute, got "
             f"{training.label_smoothing_factor}: set nsp to false"
         )
+    if training.label_names is not None:
+        raise no_effect("label_names", training.label_names, "here: pre-training makes its labels itself")
+    best = (training.metric_for_best_model or "loss").removeprefix("eval_")
+    if best not in (known := _metric_names(data, model)):
+        raise nearest("metric_for_best_model of pre-training", best, known)
     if data.pack_documents and (data.pruning or {}).get("score") == "attention":
         raise no_effect("pruning.score", "attention", "with pack_documents true: set it to false")
     if data.batch_ramp and training.gradient_accumulation_steps == 1:

@@ -53,8 +53,8 @@ def pretrain_seeds(recipe: dict[str, dict[str, Any]]) -> dict[Path, dict[str, An
     if len(seeds) > 1:
         check_intervals()
         for name in ("resume_from_checkpoint", "push_to_hub", "data_seed"):
-            if recipe["training"].get(name) not in (None, False):
-                raise ValueError(f"{name} has no meaning with several seeds, got {recipe['training'][name]!r}")
+            if (value := recipe["training"].get(name)) is not None and value is not False:
+                raise ValueError(f"{name} has no meaning with several seeds, got {value!r}")
         for folder in folders.values() if not (data.resume or data.overwrite) else ():
             check_unfinished(folder)
             if (folder / METRICS_NAME).is_file():
@@ -198,7 +198,7 @@ def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["
 def _rows_seen(trainer: SparseBertTrainer) -> float:
     """Number of rows that the training has read, repetitions included; the last batch of an epoch may be small."""
     rows, state, training = trainer.train_dataset, trainer.state, trainer.args
-    if isinstance(rows, Sized):
+    if isinstance(rows, Sized) and not training.dataloader_drop_last:
         return len(rows) * (state.epoch or 0)
     return state.global_step * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
 

@@ -44,16 +44,12 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
         if state.is_main_process:
             _write_manifest(path)
         state.wait_for_everyone()
-    except FloatingPointError:
+    except Exception as error:
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
-        raise
-    except Exception as error:
         reason = failed_to_write(error)
         if reason is None and not isinstance(error, (OSError, RuntimeError)):
             raise
-        if state.is_main_process:
-            shutil.rmtree(path, ignore_errors=True)
         reason = reason or (str(error).splitlines() or [type(error).__name__])[0]
         raise OSError(f"{path} could not be saved, and its incomplete files were removed: {reason}") from error
 

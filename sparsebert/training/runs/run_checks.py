@@ -98,6 +98,9 @@ def check_training(fields: dict[str, Any]) -> None:
             )
     if fields.get("eval_steps") is not None and "eval_strategy" not in fields:
         raise no_effect("eval_steps", fields["eval_steps"], "without --eval_strategy steps")
+    for name in ("adam_beta1", "adam_beta2"):
+        if fields.get(name) == 1:
+            raise ValueError(f"{name} must be less than 1, got 1")
     steps, epochs = fields.get("max_steps"), fields.get("num_train_epochs")
     if steps is not None and steps != -1:
         check_range("max_steps", steps, 1)

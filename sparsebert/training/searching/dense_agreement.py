@@ -74,8 +74,8 @@ def agreement(
             "cosine_5": cosine.quantile(0.05).item(),
             "layer_error": (torch.stack(errors[name]).sum(0) / len(cosine)).sqrt().tolist(),
         }
-        if collator is not None:
-            report[name]["mlm_loss"] = torch.cat(losses[name]).mean().item()
+        if len(masked_losses := torch.cat(losses[name] or [cosine[:0]])):  # few tokens may have none that is masked
+            report[name]["mlm_loss"] = masked_losses.mean().item()
     return report
 
 
