@@ -79,7 +79,8 @@ def _stacked(runs):
 
 def _num_layers(run):
     """Those of the model; of a mask for all layers beside another model, or none, nobody knows how many."""
-    return max(run.mask.num_layers, getattr(run.config, "num_hidden_layers", 1))
+    layers = getattr(run.config, "num_attention_layers", getattr(run.config, "num_hidden_layers", 1))
+    return max(run.mask.num_layers, layers)
 
 
 def _fixed_groups(run, special_tokens):

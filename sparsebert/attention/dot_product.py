@@ -113,6 +113,8 @@ def sparse_dot_product_attention(
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
         raise ValueError(f"scale must be a finite number, got {scale!r}: multiply the query by one that is learned")
+    if scale == 0 and mask.rest != "none":
+        raise ValueError("scale must not be 0 under a mask with a rest, whose score is a logarithm of scores")
     if padding is not None and not (
         isinstance(padding, torch.Tensor)
         and padding.shape == (batch, num_keys)

@@ -114,7 +114,7 @@ def flash_attn_forward(
         module.sparse_mask = mask = _saved_mask(module.config)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
-    layer: Any = 0 if mask.num_layers == 1 else module.layer_idx
+    layer: Any = module.layer_idx if max(mask.num_layers, len(mask.rest_biases())) > 1 else 0
     output = sparse_dot_product_attention(
         query,
         key,

@@ -190,6 +190,8 @@ def unbridged_distances(mask: Any, num_layers: int) -> list[tuple[int, int]]:
     others may be out of reach, near the ends or in a table. Special tokens, through which two layers bridge every
     distance, and the rest are left out.
     """
+    if mask.length <= SPECIAL_TOKENS.index(mask.special_tokens):
+        return []
     kept = _kept_distances(mask)
     middle = kept.shape[1] // 2
     steps = [(row.nonzero().flatten() - middle).tolist() for row in kept]

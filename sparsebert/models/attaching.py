@@ -177,6 +177,8 @@ def attach(
         )
     sparse_name(attn_implementation)  # refuses a name before anything is changed
     if not isinstance(mask_or_search, (str, PathLike)):
+        if not hasattr(inner.config, "num_attention_heads"):
+            check_layers(inner)  # says what is wrong with the model
         mask_or_search = as_mask(mask_or_search, inner.config.num_attention_heads, "attach: mask_or_search")
     given = mask_or_search if isinstance(mask_or_search, str) else None
     if given in SEARCHES and given in PATTERNS:
@@ -249,10 +251,14 @@ def _own_configs(model: PreTrainedModel) -> None:
     """
     Give a model copies of its configurations, of which other models may have been made too. Base model and attention
     modules share one, with all modules that have had that of an attention: layers that were copied, and the parts of a
-    composite model, have had their own.
+    composite model, have had their own. A model within, such as the stack of a T5, keeps the fields of its own.
     """
     shared = {id(vars(module).get("config")) for module in attention_modules(model).values()}
-    parts = [part for part in model.base_model.modules() if id(vars(part).get("config", model)) in shared]
+    parts = [
+        part
+        for part in model.base_model.modules()
+        if id(vars(part).get("config", model)) in shared and not isinstance(part, PreTrainedModel)
+    ]
     copies: dict[int, Any] = {}
     for module in model.modules():
         attributes = vars(module)
@@ -298,9 +304,11 @@ def detach(model: Model) -> Model:
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: {hint}")
     attached: Any = inner
     attributes, base = vars(attached), attached.base_model
+    holders = [part for part in base.modules() if isinstance(part, PreTrainedModel)]  # innermost last
+    own = {id(module): part.config for part in holders for module in part.modules()}
     for module in attention_modules(attached).values():
         if "config" in vars(module):  # a model that this one was made a part of has given it another
-            vars(module)["config"] = base.config
+            vars(module)["config"] = own[id(module)]
         for name in ("sparse_attention", "mask_layer"):
             vars(module).pop(name, None)  # a layer that was added since has none
     del base.sparse_attention

@@ -5,7 +5,7 @@ its `forward` is called, or it is traced.
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from os import PathLike
 from pathlib import Path
@@ -243,6 +243,6 @@ def _with_sparsity_loss(model, output):
         # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
         if torch.is_tensor(output[0]) and output[0].dim() == 0:
             return (output[0] + sparse_attention.sparsity_loss().to(output[0].device), *output[1:])
-    elif output.get("loss") is not None:
+    elif isinstance(output, Mapping) and output.get("loss") is not None:
         output["loss"] = output["loss"] + sparse_attention.sparsity_loss().to(output["loss"].device)
     return output

@@ -53,7 +53,7 @@ def save_model_card(model: Any, folder: Path) -> None:
     else:
         what = f"with sparse attention: its mask removes {mask.sparsity:.1%} of the pairs of tokens"
         metadata = mask.metadata
-        distances = bridges(mask, config.num_hidden_layers)
+        distances = bridges(mask, sparse_attention.num_layers)
         description = describe_mask(mask.description(), mask.head_sparsities(), metadata, distances)
         limits = mask_limits(mask.description())
     data.tags = mask_tags(metadata)

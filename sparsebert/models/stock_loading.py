@@ -138,6 +138,13 @@ def from_pretrained_with_mask(
         over = f"If a model without a mask was saved over one that had it, delete {MASK_CONFIG_NAME}."
         warn_of_changed_weights(source, found.mask, over)
         attach_saved(source, model, mask, attn_implementation, **fields)
+    else:
+        sparse_attention = sparse_attention_of(model)
+        sparse_attention.config = config = sparse_attention.config.changed(**fields)
+        if sparse_attention.mask is not None:
+            sparse_attention.set_mask(config.used(sparse_attention.mask), search=config.search)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
     return loaded
 
 

@@ -108,7 +108,7 @@ def without_padding(
         packed["token_type_ids"] = torch.zeros_like(padding, dtype=torch.long)
     if packed.get("position_ids") is None:
         packed["position_ids"] = default_positions(model.config, packed.get("input_ids"), padding)
-    for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "bbox", "lang_ids"):
+    for name in ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids", "position_ids", "bbox", "lang_ids"):
         if (values := packed.get(name)) is not None:
             values = values[:, None] if name == "lang_ids" and values.dim() == 1 else values
             values = values.expand(batch, length, *values.shape[2:])

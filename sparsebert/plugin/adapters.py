@@ -1,5 +1,6 @@
 """A mask travels in the folder of an adapter that was trained with it, and is attached when PEFT loads the adapter."""
 
+import json
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
 from ..attention.model_masks import sparse_attention_of, without_adapters
+from ..file_kinds import check_readable
 from ..learning.mask_description import STATE_FIELDS
 from ..learning.search_files import read_search
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
@@ -20,6 +23,7 @@ from ..masks.mask_sources import check_subfolder, find_descriptions, hub_argumen
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.attaching import attach_saved
+from ..models.model_configs import without_mask
 from ..models.parts import warn_of_parts
 from ..models.saving import keep_inside, mark_adapter, remove_mask, save_with_adapter, unmarked
 from .replacements import by_name
@@ -44,6 +48,8 @@ def attach_mask_of_adapter(
     inner: Any = without_adapters(model)
     found = find_descriptions(source, **hub_arguments)
     if found == (None, None):
+        if _is_marked(source, hub_arguments):
+            raise MaskFileError(f"{without_mask(source)}: if the connection failed, try again")
         return
     if not isinstance(inner, PreTrainedModel):
         raise MaskFileError(
@@ -91,13 +97,14 @@ def attach_mask_of_adapter(
 
 
 def _attach_frozen(model, source, mask, adapter):
-    sparse_attention = sparse_attention_of(model, adapter)
+    sparse_attention, active = sparse_attention_of(model, adapter), _active(model)
     if sparse_attention is None:
+        if active and adapter not in active:
+            logger.warning(f"{source}: the mask of this adapter is now that of the model, also under {active[0]}.")
         attach_saved(source, without_adapters(model), mask)
         return
     if sparse_attention.mask == mask:
         return
-    active = _active(model)
     waits = sparse_attention.mask is not None and active and adapter not in active
     if not waits and (sparse_attention.mask is not None or sparse_attention.searching):
         logger.warning(
@@ -116,15 +123,28 @@ def _attach_frozen(model, source, mask, adapter):
         raise MaskFileError(f"{source}: {error}") from error
 
 
+def _path_of(source, name, hub_arguments):
+    if Path(source).is_dir():
+        return Path(source, hub_arguments.get("subfolder") or "", name)
+    return Path(hf_hub_download(str(source), name, **hub_arguments))
+
+
+def _is_marked(source, hub_arguments):
+    """Whether the configuration of an adapter says that it was saved with a mask."""
+    try:
+        fields = json.loads(_path_of(source, ADAPTER_CONFIG_NAME, hub_arguments).read_text(encoding="utf-8"))
+    except (OSError, ValueError, HTTPError):
+        return False  # which PEFT has read, or does without
+    return unmarked(fields) != fields
+
+
 def _read_logits(source, hub_arguments):
     """The logits of a search beside an adapter."""
-    if Path(source).is_dir():
-        path = Path(source, hub_arguments.get("subfolder") or "", MASK_LOGITS_NAME)
-    else:
-        path = Path(hf_hub_download(str(source), MASK_LOGITS_NAME, **hub_arguments))
+    path = _path_of(source, MASK_LOGITS_NAME, hub_arguments)
     try:
+        check_readable(path)
         return safetensors.torch.load_file(path)["mask_logits"]
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, ValueError, SafetensorError, KeyError) as error:
         raise MaskFileError(f"{path}: not the logits of a search ({error!r})") from error
 
 
@@ -152,6 +172,8 @@ def set_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
         _remember_mask(model)
     result = stock(model, *args, **kwargs)
     for name in _active(model) if masks and sparse_attention is sparse_attention_of(model) else ():
+        if name not in masks:
+            logger.warning(f"{name}: the adapter has no mask of its own, and runs through the one that the model has.")
         if masks.get(name) not in (None, sparse_attention.mask):
             sparse_attention.set_mask(masks[name], search=masks[name].metadata.get("search"))
     return result

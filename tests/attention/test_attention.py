@@ -661,6 +661,7 @@ ONES = torch.ones(2, 4, 12, 8)
         ({"dropout_p": "0.1"}, "dropout_p .*got '0.1'"),
         ({"scale": torch.ones((), requires_grad=True)}, r"scale must be a finite number, got tensor"),
         ({"scale": math.nan}, "scale must be a finite number, got nan"),
+        ({"scale": 0, "mask": SparseMask(torch.ones(4, 12) > 0, 12, "offsets", rest="mean")}, "scale must not be 0"),
         ({"padding": ONES[:, 0, :11, 0] > 0}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
         ({"padding": ONES[:, 0, :, 0]}, "padding must be bool.*float32"),
         ({"padding": [[True] * 12] * 2}, "padding must be bool.*got list"),

@@ -188,6 +188,15 @@ def test_arguments_reach_the_attention_of_their_layer(tiny_bert):
             assert torch.equal(got, results[own if given is None else given]) and not torch.equal(*results)
 
 
+def test_a_shared_mask_has_the_rest_of_every_layer(tiny_bert):
+    mask = SparseMask(torch.rand(4, 20) < 0.5, 20, "offsets", rest="mean", rest_bias=3 * torch.randn(2, 4))
+    set_mask(tiny_bert, mask)
+    states = torch.randn(3, 1, 4, 20, 8).unbind(0)
+    for index, layer in enumerate(tiny_bert.encoder.layer):
+        got = flash_attn_forward(layer.attention.self, *states, None)[0]
+        assert torch.equal(got, sparse_dot_product_attention(*states, mask, layer=index).transpose(1, 2))
+
+
 def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
     """Models that are loaded in turn have configurations with the same `id`."""
     folders, masks = [tmp_path / "window", tmp_path / "star"], []

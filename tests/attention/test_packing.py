@@ -250,12 +250,13 @@ ENCODERS = {
 }
 # Others of the same code.
 SAME = {
-    **{"Ernie": {}, "Gte": {}, "JinaEmbeddingsV3": {}, "NomicBert": {}, "RobertaPreLayerNorm": {}},
+    **{"Ernie": {"use_task_id": True}, "Gte": {}, "JinaEmbeddingsV3": {}, "NomicBert": {}, "RobertaPreLayerNorm": {}},
     "UMT5": ENCODERS["T5"],
     "Ultrabert": {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
 }
 # Arguments of some of them that tell something about every token or sequence.
 MORE_INPUTS = {
+    "Ernie": {"task_type_ids": torch.arange(LENGTH).expand(3, -1) % 3},
     "LayoutLM": {"bbox": torch.arange(LENGTH)[None, :, None].expand(3, -1, 4)},
     "Xmod": {"lang_ids": torch.tensor([0, 1, 0])},
 }

@@ -322,6 +322,13 @@ def test_distances_that_layers_cannot_bridge(form, sizes, fields, special_tokens
         assert named <= missing and (layers > 1 or form == "blocks" or named == missing)
 
 
+@pytest.mark.parametrize(("length", "tokens"), [(1, "first"), (1, "first_last"), (2, "first_last")])
+def test_a_mask_of_special_tokens_alone(length, tokens, tmp_path):
+    mask = SparseMask(torch.ones(2, length, length, dtype=torch.bool), length, special_tokens=tokens)
+    mask.save_pretrained(tmp_path)
+    assert unbridged_distances(mask, 2) == [] and SparseMask.from_pretrained(tmp_path) == mask
+
+
 def test_the_card_names_distances_that_are_not_bridged(tmp_path):
     window = build_pattern("window", 32, 4, window_size=2, num_global_tokens=0)
     sparsebert.attach(distilbert(), window).save_pretrained(tmp_path / "model")

@@ -685,6 +685,30 @@ def test_what_is_refused_leaves_the_model_alone(mask, fields, message):
     assert _attributes(model) == before and model.config._attn_implementation == "eager"
 
 
+def test_the_stack_of_an_encoder_keeps_its_own_fields():
+    """Which may differ from those of the whole: `use_cache` of a UMT5, whose stack refuses to have one."""
+    model = base_model("umt5", use_cache=True)
+    want = states(model, "umt5")
+    attach(model, "dense", mask_length=LENGTH)
+    torch.testing.assert_close(states(model, "umt5"), want)
+    assert torch.equal(states(detach(model), "umt5"), want)
+
+
+def test_a_head_that_returns_a_tensor_is_trained_with_a_search():
+    class Score(transformers.BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = transformers.BertModel(config)
+            self.post_init()
+
+        def forward(self, input_ids):
+            return self.bert(input_ids)[0].mean()
+
+    model = attach(Score(config_of("bert")), "dam_s", mask_length=LENGTH, sparsity_weight=0.01).train()
+    model(IDS).backward()
+    assert model.base_model.sparse_attention.mask_logits.grad is not None
+
+
 def test_attaching_twice(tiny_config):
     model = attach(head_model("bert"), "window")
     for attached in (model, model.bert, SparseBertForMaskedLM(tiny_config())):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -496,10 +497,10 @@ def test_mask_of_an_adapter_and_of_its_base(peft, said, tmp_path):
     base.save_pretrained(tmp_path / "base")
     model = peft.get_peft_model(BertForMaskedLM.from_pretrained(tmp_path / "base"), lora(peft))
     model.save_pretrained(tmp_path / "same")
+    model.save_pretrained(tmp_path / "none")
     other = build_pattern("dense", LENGTH, 4)
     model.get_base_model().set_mask(other)
     model.save_pretrained(tmp_path / "other")
-    model.save_pretrained(tmp_path / "none")
     for name in ("mask_config.json", "mask.safetensors"):
         (tmp_path / "none" / name).unlink()
     for name, mask in (("same", base.sparse_attention.mask), ("none", base.sparse_attention.mask), ("other", other)):
@@ -531,6 +532,32 @@ def test_the_mask_is_that_of_the_active_adapter(peft, library, tmp_path):
     for name in ("b", "a", "b", "a"):
         model.set_adapter(name)
         assert without_adapters(model).sparse_attention.mask == masks[name]
+
+
+def test_an_adapter_without_a_mask_runs_through_that_of_another_one_and_says_so(peft, said, tmp_path):
+    peft.get_peft_model(attach(stock_model(), "window", mask_length=LENGTH), lora(peft)).save_pretrained(
+        tmp_path / "a"
+    )
+    peft.get_peft_model(stock_model(), lora(peft)).save_pretrained(tmp_path / "b")
+    model = peft.PeftModel.from_pretrained(stock_model(), tmp_path / "a", adapter_name="a")
+    model.load_adapter(tmp_path / "b", "b")
+    assert "mask" not in said.text
+    model.set_adapter("b")
+    assert "b: the adapter has no mask of its own" in said.text
+    model = peft.PeftModel.from_pretrained(stock_model(), tmp_path / "b", adapter_name="b")
+    model.load_adapter(tmp_path / "a", "a")
+    assert "the mask of this adapter is now that of the model, also under b" in said.text
+
+
+def test_what_is_asked_of_the_mask_of_an_adapter(peft, adapter, state):
+    """As of that of a model."""
+    if state == "searching":
+        pytest.skip("a search has no length policy")
+    asked = {"length_policy": "dense", "skip_padding": True, "attn_implementation": "sparse_eager"}
+    model = BertForMaskedLM.from_pretrained(adapter[1], **asked)
+    attention = model.base_model.sparse_attention
+    assert (attention.mask.length_policy, attention.config.skip_padding) == ("dense", True)
+    assert model.config._attn_implementation == "sparse_eager"
 
 
 @pytest.mark.parametrize("library", ["peft", "transformers"])
@@ -683,6 +710,8 @@ def test_adapters_of_sparsebert(peft, tiny_config, state, tmp_path):
     "change, message",
     [
         ("mask", "mask.safetensors"),
+        ("no mask", "saved with a mask, but beside it .* there is neither mask_config.json"),
+        ("pipe", "mask_logits.safetensors is a pipe"),
         ("heads", "4 heads"),
         ("logits", "not the logits of a search"),
         ("length", "the search of the adapter has mask_length 5, that of the model 12: load the adapter into a model"),
@@ -691,12 +720,17 @@ def test_adapters_of_sparsebert(peft, tiny_config, state, tmp_path):
     ],
 )
 def test_wrong_masks_of_adapters_are_refused(peft, change, message, tmp_path):
-    searching = change in ("logits", "length", "target", "frozen")
+    searching = change in ("pipe", "logits", "length", "target", "frozen")
     model = with_mask(stock_model(), "searching" if searching else "frozen")
     peft.get_peft_model(model, lora(peft)).save_pretrained(tmp_path)
     base = stock_model()
     if change == "mask":
         (tmp_path / "mask.safetensors").write_bytes(b"damaged")
+    elif change == "no mask":
+        (tmp_path / "mask_config.json").unlink()
+    elif change == "pipe":
+        (tmp_path / "mask_logits.safetensors").unlink()
+        os.mkfifo(tmp_path / "mask_logits.safetensors")
     elif change == "heads":
         base = BertForMaskedLM(BertConfig(**TINY | {"num_attention_heads": 2}))
     elif change == "logits":

@@ -116,6 +116,12 @@ def outputs(model, inputs):
     return [each for each in (found.to_tuple() if hasattr(found, "to_tuple") else found) if torch.is_tensor(each)]
 
 
+@pytest.mark.parametrize("mask", ["window", build_pattern("window", 16, 4)], ids=["name", "mask"])
+def test_a_whole_names_the_parts_that_can_carry_a_mask(mask):
+    with pytest.raises(ValueError, match="cannot carry a mask itself: attach one to its parts, encoder, decoder"):
+        sparsebert.attach(COMPOSITES["texts"][0](), mask)
+
+
 @pytest.fixture
 def saved(tmp_path):
     """An encoder-decoder whose encoder and decoder have masks, and its folder."""

@@ -137,7 +137,7 @@ class FrozenSelfAttention(BertSelfAttention):
         rest = query @ own_key.mT * scale + constant + removed.clamp(min=1).log()
         scores = (query @ key.mT * scale).masked_fill(~live, REMOVED)
         scores = torch.cat([scores, rest.masked_fill(removed < 1, REMOVED)], -1)
-        weights = scores.softmax(-1) * real[:, None, :, None]
+        weights = scores.softmax(-1) * (real[:, None, :, None] & (scores.amax(-1, keepdim=True) > REMOVED / 2))
         weights, last = self.dropout(weights[..., :-1]), weights[..., -1:]
         output = weights @ torch.where(real[:, None, :, None], value, 0) + last * own_value
         return output.transpose(1, 2).flatten(-2), weights
