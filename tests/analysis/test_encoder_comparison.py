@@ -188,7 +188,12 @@ def test_other_modules_and_poolings_are_refused(folders):
     (folders / "sparse/modules.json").write_text(json.dumps(modules + [{"path": "3_Dense", "type": "a.Dense"}]))
     with pytest.raises(ValueError, match="has a Dense"):
         pooling_of(folders / "sparse")
-    for content, said in (("{", "modules.json is not valid JSON"), ('{"a": 1}', "must be a list of objects")):
+    outside = '[{"type": "Pooling", "path": "../other"}]'
+    for content, said in (
+        ("{", "modules.json is not valid JSON"),
+        ('{"a": 1}', "must be a list of objects"),
+        (outside, "subfolder must lie inside"),
+    ):
         (folders / "sparse/modules.json").write_text(content)
         with pytest.raises(ValueError, match=said):
             pooling_of(folders / "sparse")

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import cached_file
 
 from ...checks import check_range, shortened
-from ...masks.mask_sources import IF_THERE
+from ...masks.mask_sources import IF_THERE, check_subfolder
 from ..sentence_files import check_not_a_module
 
 
@@ -72,7 +72,7 @@ def pooling_of(source: Any, **hub_arguments: Any) -> tuple[str, bool]:
         path = cached_file(source, name, **hub_arguments, **IF_THERE)
         try:
             return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{source}: {name} is not valid JSON: {error}") from error
 
     check_not_a_module(source, **hub_arguments)
@@ -84,7 +84,8 @@ def pooling_of(source: Any, **hub_arguments: Any) -> tuple[str, bool]:
         raise ValueError(f"{source}: modules.json has a {others[0]}, expected {', '.join(_PLAIN)}")
     if "Pooling" not in kinds:
         return "mean", "Normalize" in kinds
-    config = read(f"{modules[kinds.index('Pooling')].get('path', '1_Pooling')}/config.json")
+    folder = check_subfolder(str(modules[kinds.index("Pooling")].get("path", "1_Pooling")))
+    config = read(f"{folder or '.'}/config.json")
     config = config if isinstance(config, dict) else {}
     on = [name.removeprefix("pooling_mode_") for name, value in config.items() if value is True and "mode" in name]
     mode = str(config.get("pooling_mode") or " and ".join(on))
