@@ -168,10 +168,8 @@ class PostHocArguments(CheckedFields, HubArguments):
     def sizes(self) -> tuple[int, int]:
         """The number of steps of the search, and the batch size."""
         steps, batch_size = (60, 8) if self.task is None else (300, 32)  # the inputs of a task are short
-        return (
-            steps if self.steps is None else self.steps,
-            batch_size if self.batch_size is None else self.batch_size,
-        )
+        steps = steps if self.steps is None else self.steps
+        return steps, batch_size if self.batch_size is None else self.batch_size
 
     @property
     def objectives(self) -> tuple[str, str]:
