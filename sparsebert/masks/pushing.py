@@ -36,8 +36,9 @@ from .mask_files import (
     has_other_content,
     parts_named_in,
     read_description,
+    read_mask_files,
 )
-from .mask_sources import check_subfolder, mask_paths
+from .mask_sources import check_subfolder, find_mask_files, mask_paths
 
 
 # What a run leaves in its folder that is of no use to others, or is pickled.
@@ -195,9 +196,7 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         hint = f": push one of {', '.join(inner)}" if inner else ""
         raise ValueError(f"{folder} holds no {' and no '.join(kinds[:2])}{hint}")
     if mask_only:
-        from .sparse_mask import SparseMask  # which pushes by this module
-
-        SparseMask.from_pretrained(folder)
+        read_mask_files(*find_mask_files(folder))
     else:
         check_undamaged(folder)
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
