@@ -254,6 +254,7 @@ def test_values_out_of_range(check, command, field, value):
         ("--mask window", "mask 'window' is a pattern"),
         ("--metric_for_best_model acuracy", "metric_for_best_model of pre-training 'acuracy'"),
         ("--adam_beta1 1", "adam_beta1 must be less than 1, got 1"),
+        ("--seeds 2 --data_seed 0", "data_seed has no meaning with several seeds, got 0"),
         ("--label_names labels", "label_names ... has no meaning here"),
         ("--mask dam_s", "'dam_s' is a search"),
         ("--mask MASK4 --search dam_s", "model.search ... has no meaning with the mask MASK4"),

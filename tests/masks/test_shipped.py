@@ -6,8 +6,9 @@ from transformers import BertConfig, BertModel
 
 import sparsebert
 from sparsebert.analysis.plans import saved_plan
-from sparsebert.analysis.saved_runs import read_saved_mask
+from sparsebert.analysis.saved_runs import find_mask, read_saved_mask
 from sparsebert.masks.shipped import QUERY_NORMS, SHIPPED
+from sparsebert.models.attaching import read_mask
 from sparsebert.training.runs.sources import check_source
 
 
@@ -65,3 +66,8 @@ def test_a_shipped_mask_is_known_by_its_name_wherever_a_mask_is_read(tmp_path, m
     own = sparsebert.build_pattern("window", 16, 12)
     own.save_pretrained(tmp_path / name)
     assert sparsebert.SparseMask.from_pretrained(name) == own
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_commands_about_masks_find_them(name):
+    assert find_mask(name) == read_mask(name)
