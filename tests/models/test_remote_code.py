@@ -56,10 +56,10 @@ for name, mask_fields in FORMS.items():
 
 
 def inputs(length=LENGTH):
-    """Three sequences: padded on the left, on the right, and whole."""
-    real = torch.ones(3, length, dtype=torch.long)
-    real[0, :7] = real[1, -5:] = 0
-    return {"input_ids": torch.randint(1, 100, (3, length)), "attention_mask": real}
+    """Four sequences: padded on the left, on the right, whole, and one real token."""
+    real = torch.ones(4, length, dtype=torch.long)
+    real[0, :7] = real[1, -5:] = real[3, 1:] = 0
+    return {"input_ids": torch.randint(1, 100, (4, length)), "attention_mask": real}
 
 
 def save(model, folder, auto, **given):
@@ -86,7 +86,7 @@ def folders(tmp_path_factory):
         model.set_mask(SparseMask(**fields))
         save(model, served / name, "AutoModel")
     given = inputs()
-    given["attention_mask"] = torch.rand(3, 1, LENGTH, LENGTH) < 0.5
+    given["attention_mask"] = torch.rand(4, 1, LENGTH, LENGTH) < 0.5
     for name in ("offsets", "empty_rows"):
         save(load(served / name), served / f"{name}_and_mask_of_the_caller", "AutoModel", **given)
     for auto in AUTO_CLASSES:
